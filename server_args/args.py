@@ -165,20 +165,20 @@ class Fp8RLServerArgs:
         _check_choice("format", self.format, FORMATS)
         _check_choice("ragged", self.ragged, RAGGED)
         _check_choice("kv_scheme", self.kv_scheme, KV_SCHEMES)
-        if self.kv_scales is not None and not self.kv_scales.strip():
-            raise _invalid("kv_scales", "must name a file")
+        if self.kv_scales is not None and not _is_text(self.kv_scales):
+            raise _invalid("kv_scales", f"must name a file, not {self.kv_scales!r}")
         _check_choice("listen", self.listen, LISTEN_SCOPES)
         _check_choice("network", self.network, NETWORKS)
-        if not self.tune_cache.strip():
-            raise _invalid("tune_cache", "must name a folder")
+        if not _is_text(self.tune_cache):
+            raise _invalid("tune_cache", f"must name a folder, not {self.tune_cache!r}")
         if self.key is not None and not _is_header_safe(self.key):
             raise _invalid("key", "must be printable ASCII without spaces, for an HTTP header")
         if self.listen == "any" and self.key is None:
             raise _invalid("listen", "'any' needs a key; set FP8RL_KEY or listen on loopback")
-        if not (math.isfinite(self.session_timeout_s) and self.session_timeout_s > 0):
-            raise _invalid(
-                "session_timeout_s", f"must be a positive number, not {self.session_timeout_s}"
-            )
+        timeout = self.session_timeout_s
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not (is_number and math.isfinite(timeout) and timeout > 0):
+            raise _invalid("session_timeout_s", f"must be a positive number, not {timeout!r}")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Fp8RLServerArgs":
@@ -309,5 +309,9 @@ def _check_integer(option: str, value: object) -> None:
         raise _invalid(option, f"must be an integer, not {value!r}")
 
 
-def _is_header_safe(text: str) -> bool:
-    return bool(text) and all("!" <= char <= "~" for char in text)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_header_safe(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and all("!" <= char <= "~" for char in value)

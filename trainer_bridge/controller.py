@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from trainer_bridge.arguments import real, whole
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, Threshold
 from trainer_bridge.metrics.alarms import check_alarms
 
@@ -96,11 +97,9 @@ class Controller:
         Raises:
             ValueError: a number is not positive, or the loss gets no weights by token.
         """
-        if not 0 < budget_kl < math.inf or patience < 1 or layers_at_once < 1:
-            raise ValueError(
-                f"Controller: budget_kl {budget_kl}, patience {patience} and layers_at_once "
-                f"{layers_at_once} must all be positive"
-            )
+        budget_kl = real("Controller: budget_kl", budget_kl, above=True)
+        patience = whole("Controller: patience", patience, least=1)
+        layers_at_once = whole("Controller: layers_at_once", layers_at_once, least=1)
         if config.rollout_is != "token":
             raise ValueError(
                 f"Controller: rollout_is is {config.rollout_is!r}; only token weights have a "

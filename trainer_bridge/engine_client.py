@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sgl_fp8rl.protocol.values import excerpt
+from trainer_bridge.arguments import seconds
 from trainer_bridge.http_exchange import Answer, Fault, ReplyTooLongError
 from trainer_bridge.http_requests import post_all
 
@@ -202,6 +203,7 @@ class HTTPEngine:
         return self._post("/generate", requests, timeout)
 
     def _post(self, path: str, messages: Sequence[Any], timeout: float | None) -> list[Any]:
+        timeout = seconds("timeout", timeout)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         url, replies = self.address + path, [None] * len(messages)
         for index, answer in post_all(url, messages, headers, timeout):

@@ -1,35 +1,38 @@
 """POST requests to one HTTP server, all at once, each on a connection of its own.
 
-One thread sends every request before it reads a reply, so that the server can batch them. Only
-opening a connection waits, at most CONNECT_TIMEOUT_S: requests and replies pass in parts, as each
-connection takes or has them, so one that stalls delays no other. No connection is used twice:
-servers close idle ones (SGLang after 5 s), and a request that crosses the close is lost.
+One thread opens some connections at a time and sends each request as its connection opens, so that
+the server can batch them. Nothing but the look-up of its name waits: requests and replies pass in
+parts, as each connection takes or has them, so one that stalls delays no other. No connection is
+used twice: servers close idle ones (SGLang after 5 s), and a request that crosses the close is
+lost.
 """
 
 import http.client
 import json
 import resource
 import selectors
-import socket
-import ssl
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from trainer_bridge.http_exchange import Answer, Exchange, Fault, post
+from trainer_bridge.http_opening import Opening, Server
 
 CONNECT_TIMEOUT_S = 60.0
-"""For one connection with its TLS handshake; where none comes of it, no other is tried."""
+"""For one connection with its TLS handshake. It is then tried again, since nothing was sent, as
+long as another one is open, or was opened or answered meanwhile: the server is there, but busy."""
+OPENING_AT_ONCE = 128
+"""Connections; fewer than any server holds until it accepts them (SGLang 2048)."""
 MAX_CONNECTIONS = 16384
 """More than any engine runs requests, and fewer than the ports that a client has for one server."""
 SPARE_DESCRIPTORS = 256
 """File descriptors left to the rest of the process."""
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
-"""A host that is gone is noticed after 90 s, however long the reply may take. Seconds, but
-milliseconds for the last."""
+LONGEST_WAIT_S = 3600.0
+"""Of one look at all connections; a selector takes no more than some days."""
 
 
 def post_all(
@@ -49,51 +52,31 @@ def post_all(
         RuntimeWarning: the process may not open a socket for each message, so the last are sent
             when the first have their answers.
     """
-    server = _Server(url, headers, timeout)
-    room = _allowed_sockets(len(messages))
-    waiting = enumerate(messages)
     with selectors.DefaultSelector() as selector:
+        batch = _Batch(url, messages, headers, timeout, selector)
         try:
-            while True:
-                for index, message in waiting:
-                    try:
-                        exchange = server.send(json.dumps(message).encode())
-                    except (OSError, http.client.HTTPException) as fault:
-                        yield index, fault
-                        continue
-                    selector.register(exchange.sock, exchange.events, (index, exchange))
-                    if len(selector.get_map()) == room:
-                        break
-                if not selector.get_map():
-                    return
-                left = server.seconds_left()
-                ready = [key for key, _ in selector.select(left)]
-                # at the deadline each has its last turn
-                for key in ready if left != 0.0 else list(selector.get_map().values()):
-                    index, exchange = key.data
-                    answer = exchange.advance()
-                    if answer is None and left == 0.0:
-                        answer = server.too_late()
-                    if answer is not None:
-                        selector.unregister(exchange.sock)
-                        exchange.sock.close()
-                        yield index, answer
-                    elif exchange.events != key.events:
-                        selector.modify(exchange.sock, exchange.events, key.data)
+            while batch.is_under_way():
+                yield from batch.open_some()
+                yield from batch.advance()
+                yield from batch.end_late()
         finally:
             for key in selector.get_map().values():
                 key.data[1].sock.close()
 
 
-class _Server:
-    """Opens connections to one server, until a deadline."""
+class _Batch:
+    """The requests to one server: which wait, and which connections are opening or open."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout: float | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        messages: Sequence[Any],
+        headers: Mapping[str, str],
+        timeout: float | None,
+        selector: selectors.BaseSelector,
+    ) -> None:
         parts = urlsplit(url)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host = parts.hostname or ""
-        self._peer = (self._host, parts.port or (443 if self._tls else 80))
-        self._path = parts.path or "/"
+        self._server, self._path, self._messages = Server(url), parts.path or "/", messages
         self._headers = {
             "Host": parts.netloc,
             "Content-Type": "application/json",
@@ -101,59 +84,101 @@ class _Server:
             **headers,
         }
         self._timeout = timeout
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._silence: TimeoutError | None = None
+        self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        self._selector, self._room = selector, _allowed_sockets(len(messages))
+        self._waiting = deque(range(len(messages)))
+        self._openings: dict[int, Opening] = {}
 
-    def send(self, body: bytes) -> Exchange:
-        """Begin to send one request on a new connection.
+    def is_under_way(self) -> bool:
+        return bool(self._waiting or self._selector.get_map())
 
-        Raises:
-            OSError: it cannot be sent; once the host was silent, that is not tried again.
-        """
-        if self._silence is not None:
-            raise self._silence
-        request = post(self._path, body, self._headers)
+    def open_some(self) -> Iterator[tuple[int, Fault]]:
+        """Begin to open connections, as many as may be; yields faults."""
+        while (
+            self._waiting
+            and len(self._openings) < OPENING_AT_ONCE
+            and len(self._selector.get_map()) < self._room
+        ):
+            index = self._waiting.popleft()
+            try:
+                opening = Opening(self._server)
+            except OSError as fault:
+                yield index, fault
+                continue
+            self._openings[index] = opening
+            self._register(index, opening)
+
+    def advance(self) -> Iterator[tuple[int, Answer | Fault]]:
+        """Wait until connections open, or take or have something; yields how exchanges ended."""
+        if not self._selector.get_map():  # none could be opened
+            return
+        ends = [self._deadline, *(o.began + CONNECT_TIMEOUT_S for o in self._openings.values())]
+        left = min(min(ends) - time.monotonic(), LONGEST_WAIT_S)
+        for key, _ in self._selector.select(max(left, 0.0)):
+            index, part = key.data
+            if isinstance(part, Opening):
+                yield from self._open(index, part)
+                continue
+            answer = part.advance()
+            if isinstance(answer, tuple):
+                self._server.heard()
+            if answer is not None:
+                self._selector.unregister(part.sock)
+                part.sock.close()
+                yield index, answer
+            elif part.events != key.events:
+                self._selector.modify(part.sock, part.events, key.data)
+
+    def end_late(self) -> Iterator[tuple[int, Fault]]:
+        """Give up connections that take too long to open, and all at the deadline."""
+        now = time.monotonic()
+        if now >= self._deadline:
+            fault = TimeoutError(f"no answer within {self._timeout:g} s")
+            for key in list(self._selector.get_map().values()):
+                self._selector.unregister(key.fileobj)
+                key.data[1].sock.close()
+                yield key.data[0], fault
+            yield from self._drop_waiting(fault)
+            return
+        late = [i for i, o in self._openings.items() if now >= o.began + CONNECT_TIMEOUT_S]
+        for index in late:
+            opening = self._openings[index]
+            began = opening.began
+            self._selector.unregister(opening.sock)
+            try:
+                opening.give_up(TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s"))
+                self._register(index, opening)
+            except OSError as fault:
+                del self._openings[index]
+                is_there = len(self._selector.get_map()) > len(self._openings)
+                if is_there or self._server.heard_at > began:
+                    self._waiting.append(index)
+                else:
+                    yield index, fault
+                    yield from self._drop_waiting(fault)
+
+    def _open(self, index: int, opening: Opening) -> Iterator[tuple[int, Fault]]:
+        """Go on with a connection, and begin to send once it is open."""
+        self._selector.unregister(opening.sock)
+        part: Opening | Exchange = opening
         try:
-            sock = self._open()
-        except TimeoutError as fault:
-            self._silence = fault
-            raise
-        try:
-            return Exchange(sock, request)
-        except BaseException:
-            sock.close()
-            raise
+            if opening.advance():
+                del self._openings[index]
+                body = json.dumps(self._messages[index]).encode()
+                part = Exchange(opening.sock, post(self._path, body, self._headers))
+        except (OSError, http.client.HTTPException) as fault:
+            self._openings.pop(index, None)
+            opening.sock.close()
+            yield index, fault
+        else:
+            self._register(index, part)
 
-    def seconds_left(self) -> float | None:
-        """Until the deadline; None where there is none."""
-        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+    def _drop_waiting(self, fault: Fault) -> Iterator[tuple[int, Fault]]:
+        while self._waiting:
+            yield self._waiting.popleft(), fault
 
-    def too_late(self) -> TimeoutError:
-        """The fault of a request that has no answer at the deadline."""
-        return TimeoutError(f"no answer within {self._timeout:g} s")
-
-    def _open(self) -> socket.socket:
-        left = self.seconds_left()
-        if left == 0.0:
-            raise self.too_late()
-        limit = CONNECT_TIMEOUT_S if left is None else min(left, CONNECT_TIMEOUT_S)
-        began = time.monotonic()
-        sock = socket.create_connection(self._peer, limit)
-        try:
-            # for the TLS handshake, as a whole; 0 would not wait at all
-            sock.settimeout(max(limit - (time.monotonic() - began), 1e-3))
-            self._peer = sock.getpeername()[:2]  # the name is looked up once
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for name, value in KEEPALIVE.items():
-                if hasattr(socket, name):
-                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            if self._tls is not None:
-                return self._tls.wrap_socket(sock, server_hostname=self._host)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+    def _register(self, index: int, part: Opening | Exchange) -> None:
+        self._selector.register(part.sock, part.events, (index, part))
 
 
 def _allowed_sockets(wanted: int) -> int:

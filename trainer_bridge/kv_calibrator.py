@@ -14,6 +14,7 @@ from torch import nn
 
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, FP8_MAX
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
+from trainer_bridge.arguments import real, whole
 from trainer_bridge.attention_hooks import Watch, reporting, text_config
 
 # Magnitudes are compared and counted by their FP32 bits: as integers these have the same order,
@@ -60,14 +61,14 @@ class KVCalibrator:
         decay: float = 0.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not (type(layers) is int is type(kv_heads) and layers > 0 < kv_heads):
-            raise ValueError(f"layers={layers!r}, kv_heads={kv_heads!r}; pass positive integers")
-        if percentile is not None and not 0 < percentile <= 100:
-            raise ValueError(f"percentile is {percentile!r}; pass a number above 0, up to 100")
-        if not 0 < margin < float("inf"):
-            raise ValueError(f"margin is {margin!r}; pass a positive number, such as 2")
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay is {decay!r}; pass a number from 0, below 1")
+        layers = whole("KVCalibrator: layers", layers, least=1)
+        kv_heads = whole("KVCalibrator: kv_heads", kv_heads, least=1)
+        if percentile is not None:
+            percentile = real("KVCalibrator: percentile", percentile, above=True, most=100.0)
+        margin = real("KVCalibrator: margin", margin, above=True)
+        decay = real("KVCalibrator: decay", decay, most=1.0)
+        if decay == 1.0:
+            raise ValueError("KVCalibrator: decay is 1.0; pass a number from 0, below 1")
         self.layers, self.kv_heads = layers, kv_heads
         self.percentile, self.margin, self.decay = percentile, margin, decay
         self._group = group

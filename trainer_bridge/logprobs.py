@@ -5,7 +5,6 @@ vocabulary.
 """
 
 import logging
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+
+from trainer_bridge.arguments import real, token_rows
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -36,9 +37,9 @@ def response_logprobs(
     Args:
         model: a causal LM of transformers, or a wrapper of one: ``model(tokens_BL,
             use_cache=False).logits`` is [B, L, V], of any float dtype.
-        prompts: B lists or arrays of token ids: ``rollout.prompt_tokens``. One is empty only where
-            its request failed.
-        responses: B lists or arrays of token ids, possibly empty: ``rollout.tokens``.
+        prompts: B lists of token ids: ``rollout.prompt_tokens``. One is empty only where its
+            request failed. Arrays and tensors of integers, without padding, are taken as well.
+        responses: B lists of token ids, possibly empty: ``rollout.tokens``.
         temperature: ``rollout.temperature``.
 
     Returns:
@@ -50,7 +51,10 @@ def response_logprobs(
             differ in number or hold what is no token id of the model, the temperature is not
             positive and finite, or the model returns no logits of all tokens.
     """
-    if not len(prompts) or len(prompts) != len(responses):
+    prompts = token_rows("response_logprobs: prompts", prompts)
+    responses = token_rows("response_logprobs: responses", responses)
+    temperature = real("response_logprobs: temperature", temperature)
+    if not prompts or len(prompts) != len(responses):
         raise ValueError(
             f"response_logprobs: {len(prompts)} prompts and {len(responses)} responses; pass one "
             f"response per prompt, and at least one prompt"
@@ -61,12 +65,13 @@ def response_logprobs(
             f"response_logprobs: prompt {empty.index(True)} is empty; nothing predicts the first "
             f"token of its response"
         )
-    if not 0 < temperature < math.inf:
+    if temperature == 0:
         raise ValueError(
-            f"response_logprobs: temperature {temperature} is not positive and finite; use "
-            f"rollout.temperature, which is 1 for greedy sampling"
+            "response_logprobs: temperature 0 divides the logits; use rollout.temperature, which "
+            "is 1 for greedy sampling"
         )
-    rows = [_ids(i, *both) for i, both in enumerate(zip(prompts, responses, strict=True))]
+    # a row without a token is one of padding: attention over nothing would be NaN
+    rows = [torch.tensor([*p, *r] or [0]) for p, r in zip(prompts, responses, strict=True)]
     tokens_BL = pad_sequence(rows, batch_first=True)
     lengths_B1 = torch.tensor([[len(response)] for response in responses])
     column_T = torch.arange(int(lengths_B1.max()))
@@ -94,21 +99,6 @@ def response_logprobs(
     logprobs_BTV = (logits_BLV[row_B1, position_BT].float() / temperature).log_softmax(-1)
     logprobs_BT: torch.Tensor = logprobs_BTV.gather(2, targets_BT[..., None])[..., 0]
     return logprobs_BT.masked_fill(~mask_BT, 0.0)
-
-
-def _ids(index: int, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-    """The token ids of one sequence, int64 [tokens]."""
-    # a row without a token is one of padding: attention over nothing would be NaN
-    try:
-        row = torch.tensor([*prompt, *response] or [0])
-    except (TypeError, ValueError, RuntimeError):  # strings, None, numbers beyond int64
-        row = torch.tensor(math.nan)
-    if row.dim() != 1 or row.is_floating_point() or row.dtype == torch.bool:
-        raise ValueError(
-            f"response_logprobs: prompt or response {index} is no list of token ids; pass "
-            f"rollout.prompt_tokens and rollout.tokens"
-        )
-    return row.long()
 
 
 def _check_ids(ids: torch.Tensor, vocabulary: int | None) -> None:

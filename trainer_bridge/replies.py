@@ -1,27 +1,74 @@
 """Read the replies of a rollout, and check each against itself and against what was committed.
 
-Two kinds of faults are told apart. A reply of other types than SGLang's loses its own sample, as a
-refused request does. One that breaks the logprob contract (no versions, logprobs of other tokens)
-says that the engine or its options are wrong, and ends the rollout.
+A reply of other types than SGLang's loses its own sample, as a refused request does, and so does
+one that breaks the logprob contract (no versions, logprobs of other tokens, tokens of another
+policy). Where each reply breaks it, the engine or its options are wrong.
 """
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sgl_fp8rl.protocol.policy import CHECKPOINT, RUN_LENGTH, Policy
 from sgl_fp8rl.protocol.values import are_whole, excerpt
 from trainer_bridge.engine_client import EngineError, sentence_of
+from trainer_bridge.routed_experts import ExpertLayout
 
 LARGEST_LOGPROB = torch.finfo(torch.float32).max
 """Of either sign; ``Rollout.logprobs_BT`` holds float32."""
-NO_REPLY: dict[str, Any] = {
-    "output_ids": [],
-    "prompt_token_ids": [],
-    "meta_info": {"finish_reason": {"type": "error"}},
-}
-"""Stands for the reply to a request that failed."""
+
+
+class ContractError(EngineError, ValueError):
+    """A reply breaks the logprob contract."""
+
+
+class Sample(NamedTuple):
+    """One response, as ``Rollout`` has it."""
+
+    prompt_tokens: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    runs: list[str]
+    finish_reason: str
+    experts: torch.Tensor | None
+
+
+class Expected(NamedTuple):
+    """What the replies of a rollout must agree with."""
+
+    version: int | None
+    committed: Policy | None
+    layout: ExpertLayout | None
+
+
+def read_sample(
+    reply: Any, prompt: str | list[int], expected: Expected, index: int
+) -> Sample | EngineError:
+    """The sample of a reply, or why there is none."""
+    error = error_of(reply, index)
+    if error is not None:
+        return error
+    try:
+        reason, tokens, logprobs, versions, runs = read_reply(reply, index)
+        policies = set(zip(runs, versions, strict=True))
+        check_policies(policies, expected.version, expected.committed, f"reply {index}")
+        prompt = prompt_tokens(prompt, reply, index)
+        experts = None
+        if expected.layout is not None:
+            count = len(prompt) + len(tokens) if tokens else 0
+            experts = expected.layout.read(reply["meta_info"], count, index)
+    except ValueError as broken:
+        return ContractError(str(broken))
+    return Sample(prompt, tokens, logprobs, versions, runs, reason, experts)
+
+
+def lost(prompt: str | list[int], layout: ExpertLayout | None) -> Sample:
+    """Stands for a sample that there is none of."""
+    known = [] if isinstance(prompt, str) else prompt
+    experts = None if layout is None else layout.read({}, 0, 0)
+    return Sample(known, [], [], [], [], "error", experts)
 
 
 def error_of(reply: Any, index: int) -> EngineError | None:

@@ -9,9 +9,9 @@ Such a request is refused: its importance weights would be wrong and look health
 Shapes: B sequences (prompts times n), T tokens of the longest response.
 """
 
-import math
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,51 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer_bridge.arguments import listed, seconds, token_rows, whole
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.replies import (
-    NO_REPLY,
-    check_policies,
-    error_of,
-    prompt_tokens,
-    read_reply,
-)
+from trainer_bridge.replies import ContractError, Expected, Sample, lost, read_sample
 from trainer_bridge.routed_experts import ExpertLayout
+from trainer_bridge.sampling import read_sampling
 from trainer_bridge.serving_engines import sample_on, serving_engines
 
-GREEDY_BELOW = 1e-6  # SGLang samples greedily below this temperature, from unscaled logits
+logger = logging.getLogger(__name__)
+
+COMPLETE = ("stop", "length")
+"""Finish reasons of a response that the engine ended as it was asked to."""
 SEED = 42
 """SGLang's, of a request that names none."""
 PAD_VERSION = -2  # padding of versions_BT: -1 is the checkpoint, updates count from 0
-
-# Sampling options that do not change any token's probability.
-_HARMLESS = {
-    "max_new_tokens",
-    "stop",
-    "stop_token_ids",
-    "stop_regex",
-    "ignore_eos",
-    "no_stop_trim",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "sampling_seed",
-}
-
-# Options that do, each with the values that turn it off. The first of them is always sent, because
-# a server fills in omitted options from its --preferred-sampling-params.
-_SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
-    "top_p": (1.0,),
-    "top_k": (-1, 0),
-    "min_p": (0.0,),
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "min_new_tokens": (0,),  # masks the stop tokens until then
-    "logit_bias": (None, {}),
-    "json_schema": (None, ""),
-    "regex": (None, ""),
-    "ebnf": (None, ""),
-    "structural_tag": (None, ""),
-}
 
 
 @dataclass(frozen=True)
@@ -80,8 +49,9 @@ class Rollout:
     """Policy version that sampled each token, a number within its run; -1 is the checkpoint that
     the engine started from."""
     finish_reasons: list[str]
-    """"stop", "length", "abort" (cut short, for instance by an update; its tokens are kept), or
-    "error" (the request failed: no tokens)."""
+    """"stop", "length" (it has ``max_new_tokens``), "abort" (cut short, for instance by an update;
+    its tokens are kept), or "error" (the request failed, or its reply is not to be trained on: no
+    tokens)."""
     temperature: float
     """The trainer divides its logits by this before log_softmax (1.0 for greedy sampling)."""
     routed_experts: list[torch.Tensor] | None = None
@@ -91,6 +61,15 @@ class Rollout:
     """The run of each token's version, as ``update`` named it; empty for the checkpoint."""
     errors: dict[int, EngineError] = field(default_factory=dict)
     """Why requests failed, by the index of the sequence."""
+
+    @cached_property
+    def is_complete_B(self) -> torch.Tensor:
+        """True where a response ended by itself or at ``max_new_tokens``, bool [B]. Leave the other
+        rows, which failed or were cut short, out of baseline and loss. Whoever does not train on
+        responses of ``max_new_tokens`` either finds them by their finish reason, "length"."""
+        return torch.tensor(
+            [reason in COMPLETE for reason in self.finish_reasons], dtype=torch.bool
+        )
 
     @cached_property
     def tokens_BT(self) -> torch.Tensor:
@@ -128,8 +107,8 @@ class Rollout:
 
 def rollout(
     engine: Any,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
-    sampling: dict[str, Any],
+    prompts: Sequence[Any] | np.ndarray[Any, Any] | torch.Tensor,
+    sampling: Mapping[str, Any],
     *,
     expected_version: int | None = None,
     routed_experts: bool = False,
@@ -141,10 +120,13 @@ def rollout(
         engine: an ``sgl.Engine``, an ``http://`` address, or an ``EngineClient``; or a list of
             them, over which prompts are spread. Engines of a list that cannot be reached or serve
             another policy are left out, with a warning.
-        prompts: lists of token ids, or strings for the engine's own tokenizer.
+        prompts: the token ids of each, as a list, an array or a tensor of integers, without
+            padding; or strings for the engine's own tokenizer.
         sampling: SGLang's sampling parameters. Stopping and length options and any temperature are
             fine; options that make the logprobs wrong are refused. ``sampling_seed`` is of a
-            prompt's first sample; the next ones count up from it.
+            prompt's first sample; the next ones count up from it. An engine with
+            ``--enable-deterministic-inference`` samples the same for the same seed and weights, in
+            a later call as well: pass another one there for other samples, n away or more.
         expected_version: the policy version that every token must come from. By default tokens are
             at least as new as the last update that this process made of this engine. In either case
             they must be of that update's run. If it made none, any run and version is accepted.
@@ -154,16 +136,21 @@ def rollout(
 
     Returns:
         The sequences in the order of the prompts, n for each. Each is a request of its own: where
-        one fails, or its reply is malformed, the others are kept, and ``errors`` says why.
+        one fails, or its reply is malformed or breaks the logprob contract (see the module), the
+        others are kept, and ``errors`` says why.
 
     Raises:
-        ValueError: the request or a reply breaks the logprob contract (see the module), or experts
-            are missing or damaged.
+        ValueError: an argument is wrong, no engine serves the expected policy, experts are not
+            captured, or every reply breaks the logprob contract: the engine or its options are
+            wrong.
         EngineError: the engine cannot be reached, its status is malformed, or every request
             failed; in quarantine the error's ``status`` is 503.
     """
-    _check_prompts(prompts)
-    n, temperature, sampling_params = _read_sampling(sampling)
+    prompts = _read_prompts(prompts)
+    n, temperature, sampling_params = read_sampling(sampling)
+    timeout = seconds("rollout: timeout", timeout)
+    if expected_version is not None:
+        expected_version = whole("rollout: expected_version", expected_version, least=-1)
     serving, committed = serving_engines(engine, expected_version)
     for each in serving:
         if each.status["logprobs"]["raw"] and temperature != 1.0:
@@ -172,44 +159,41 @@ def rollout(
                 f"{temperature}; start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or use "
                 f"temperature 1"
             )
-    expert_layout = ExpertLayout.of(serving[0].status) if routed_experts else None
+    layout = ExpertLayout.of(serving[0].status) if routed_experts else None
 
-    if not isinstance(prompts[0], str):
-        prompts = [[int(token) for token in prompt] for prompt in prompts]
     # The same as SGLang's own n, which prefills a prompt alone first and fails for all n at once.
     repeated: list[Any] = [prompt for prompt in prompts for _ in range(n)]
     replies = sample_on(serving, _requests(prompts, n, sampling_params, routed_experts), timeout)
 
-    experts: list[torch.Tensor] = []
-    result = Rollout([], [], [], [], [], temperature, experts if routed_experts else None)
+    expected = Expected(expected_version, committed, layout)
+    samples: list[Sample] = []
+    errors: dict[int, EngineError] = {}
     for index, (prompt, reply) in enumerate(zip(repeated, replies, strict=True)):
-        error = error_of(reply, index)
-        if error is not None:
-            result.errors[index], reply = error, NO_REPLY
-        reason, tokens, logprobs, versions, runs = read_reply(reply, index)
-        policies = set(zip(runs, versions, strict=True))
-        check_policies(policies, expected_version, committed, f"reply {index}")
-        result.prompt_tokens.append(prompt_tokens(prompt, reply, index))
-        result.tokens.append(tokens)
-        result.logprobs.append(logprobs)
-        result.versions.append(versions)
-        result.runs.append(runs)
-        result.finish_reasons.append(reason)
-        if expert_layout is not None:
-            count = len(result.prompt_tokens[-1]) + len(tokens) if tokens else 0
-            experts.append(expert_layout.read(reply["meta_info"], count, index))
-    if len(result.errors) == len(repeated):
-        raise result.errors[0]
-    return result
-
-
-def check_sampling(sampling: dict[str, Any]) -> None:
-    """Check sampling parameters before there is an engine.
-
-    Raises:
-        ValueError: ``rollout`` would refuse them.
-    """
-    _read_sampling(sampling)
+        sample = read_sample(reply, prompt, expected, index)
+        if isinstance(sample, EngineError):
+            errors[index], sample = sample, lost(prompt, layout)
+        samples.append(sample)
+    if len(errors) == len(samples):
+        # a ContractError, which is a ValueError, only where it is what all say
+        raise min(errors.values(), key=lambda error: isinstance(error, ContractError))
+    for index, error in list(errors.items())[:1]:
+        logger.warning(
+            "rollout: %d of %d samples failed; sample %d: %s",
+            *(len(errors), len(samples), index, error),
+        )
+    return Rollout(
+        prompt_tokens=[sample.prompt_tokens for sample in samples],
+        tokens=[sample.tokens for sample in samples],
+        logprobs=[sample.logprobs for sample in samples],
+        versions=[sample.versions for sample in samples],
+        finish_reasons=[sample.finish_reason for sample in samples],
+        temperature=temperature,
+        routed_experts=[sample.experts for sample in samples if sample.experts is not None]
+        if layout
+        else None,
+        runs=[sample.runs for sample in samples],
+        errors=errors,
+    )
 
 
 def _requests(
@@ -249,42 +233,14 @@ def _request(
     return request | {"input_ids": prompt}
 
 
-def _check_prompts(prompts: Sequence[str] | Sequence[Sequence[int]]) -> None:
-    if isinstance(prompts, str) or not prompts:
-        raise ValueError("rollout: prompts is a string or empty; pass a non-empty list of prompts")
-    texts = sum(isinstance(prompt, str) for prompt in prompts)
-    if texts not in (0, len(prompts)) or not all(isinstance(p, Sequence) for p in prompts):
-        raise ValueError(
-            "rollout: prompts are neither all strings nor all lists of token ids; pass one kind"
-        )
-
-
-def _read_sampling(sampling: dict[str, Any]) -> tuple[int, float, dict[str, Any]]:
-    """Samples per prompt, the temperature of the logprobs, and the parameters to send."""
-    given = {name: value for name, value in sampling.items() if value is not None}
-    n = given.pop("n", 1)
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"rollout: sampling['n'] = {n!r} is not a positive integer; pass one")
-    temperature = given.pop("temperature", 1.0)
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(
-            f"rollout: sampling['temperature'] = {temperature!r} is not a temperature; "
-            f"pass a finite number, 0 or more"
-        )
-    for name, off in _SWITCHED_OFF.items():
-        if given.pop(name, off[0]) not in off:
-            raise ValueError(
-                f"rollout: sampling[{name!r}] = {sampling[name]!r} makes the engine's logprobs "
-                f"differ from what the trainer computes; leave it out, or set it to {off[0]!r}"
-            )
-    if unknown := sorted(given.keys() - _HARMLESS):
-        raise ValueError(
-            f"rollout: sampling has {unknown}, which may change the logprobs; use only n, "
-            f"temperature, {', '.join(sorted(_HARMLESS))}"
-        )
-    off_values = {name: off[0] for name, off in _SWITCHED_OFF.items()}
-    sent = {**given, **off_values, "temperature": temperature}
-    return n, 1.0 if temperature < GREEDY_BELOW else float(temperature), sent
+def _read_prompts(prompts: Any) -> list[Any]:
+    """Strings, or lists of token ids."""
+    rows = listed("rollout: prompts", prompts)
+    if not rows:
+        raise ValueError("rollout: prompts is empty; pass at least one prompt")
+    if all(isinstance(row, str) for row in rows):
+        return list(rows)
+    return token_rows("rollout: prompts", rows)
 
 
 def _pad(rows: Sequence[Sequence[Any]], dtype: Any, value: int) -> torch.Tensor:

@@ -122,7 +122,7 @@ def train(
         batch, rewards_PG, rollout_s = sample(engine, config, step)
         metrics = learn(model, optimizer, batch, rewards_PG)
         metrics |= {
-            "reward": rewards_PG.mean().item(),
+            "reward": rewards_PG.nanmean().item(),
             "update_s": updated.seconds["total"],
             "update_bytes": updated.bytes,
             "mapped_bytes": updated.mapped_bytes,
@@ -143,8 +143,8 @@ def train(
 
 
 def sample(engine: Any, config: Config, step: int) -> tuple[Rollout, torch.Tensor, float]:
-    """A step's rollout, its rewards [P, G], and the seconds that sampling took; every rank calls,
-    and rank 0's engine samples."""
+    """A step's rollout, its rewards [P, G] (NaN of a response that failed or was cut short), and
+    the seconds that sampling took; every rank calls, and rank 0's engine samples."""
     problems = arithmetic.draw_problems(config.prompts, f"{config.seed} step {step}")
     prompts, sampling = arithmetic.prompts_of(problems), {**SAMPLING, "n": config.group}
     batch, seconds = None, 0.0
@@ -154,6 +154,7 @@ def sample(engine: Any, config: Config, step: int) -> tuple[Rollout, torch.Tenso
         seconds = time.perf_counter() - started
     batch, seconds = broadcast((batch, seconds))
     rewards = torch.tensor(arithmetic.score(problems, batch.tokens))
+    rewards = rewards.where(batch.is_complete_B, torch.nan)
     return batch, rewards.view(config.prompts, config.group), seconds
 
 
@@ -170,18 +171,21 @@ def learn(
     logprobs_BT = response_logprobs(model, mine.prompt_tokens, mine.tokens, mine.temperature)
     correction = correct(mine, logprobs_BT.detach(), group=dist.group.WORLD)
     losses_BT = policy_loss(logprobs_BT, advantages_B[:, None], correction)
-    tiny_model.global_mean(losses_BT, correction.mask_BT).backward()
+    kept_BT = correction.mask_BT & mine.is_complete_B[:, None].to(model.device)
+    tiny_model.global_mean(losses_BT, kept_BT).backward()
     gradient_norm = tiny_model.take_step(model, optimizer)
     return {"gradient_norm": gradient_norm, **correction.metrics}
 
 
 def group_advantages(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """(reward - mean) / std of each prompt's group, [P, G]; 0 where all rewards are equal.
+    """(reward - mean) / std of each prompt's group, [P, G]; 0 where all rewards are equal. NaN
+    stands for no reward: it is left out of mean and std, and its advantage is 0.
 
     GRPO: Shao et al. 2024, arXiv:2402.03300.
     """
-    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
-    return centred_PG / (rewards_PG.std(dim=1, correction=0, keepdim=True) + 1e-6)
+    centred_PG = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
+    std_P1 = centred_PG.square().nanmean(dim=1, keepdim=True).sqrt()
+    return (centred_PG / (std_P1 + 1e-6)).nan_to_num()
 
 
 def evaluate(engine: Any, config: Config, version: int) -> float:
@@ -190,7 +194,8 @@ def evaluate(engine: Any, config: Config, version: int) -> float:
     prompts, reward = arithmetic.prompts_of(problems), 0.0
     if engine is not None:
         batch = rollout(engine, prompts, SAMPLING, expected_version=version)
-        reward = fmean(arithmetic.score(problems, batch.tokens))
+        scores = zip(arithmetic.score(problems, batch.tokens), batch.is_complete_B, strict=True)
+        reward = fmean(score for score, is_complete in scores if is_complete)
     return float(broadcast(reward))
 
 

@@ -1,4 +1,4 @@
-"""A hook on attention modules: in a decode step, one kernel between the QKV projection and attention
+"""A hook on attention modules: in a decode step, one kernel between QKV projection and attention
 replaces SGLang's QK-norm, rotary embedding and copies, our store and our scaling of q.
 
 ``mark`` selects the modules once, when the cache exists; all others, and all steps but plain

@@ -18,7 +18,8 @@ LOGGED = ("mismatch_kl_k3", "ess", "chi2_seq", "logprob_abs_diff_max")
 def whole_rollout(
     engine: Any, prompts: Sequence[Sequence[int]], sampling: dict[str, Any], version: int
 ) -> Rollout:
-    """A rollout in which every request has tokens, all of one policy version.
+    """A rollout in which every request has tokens, all of one policy version: where a sample cannot
+    be left out.
 
     Args:
         engine: as ``trainer_bridge.rollout`` has it.
@@ -34,17 +35,26 @@ def whole_rollout(
         RuntimeError: a request was aborted.
     """
     batch = trainer_bridge.rollout(engine, prompts, sampling, expected_version=version)
-    failed = [
-        index
-        for index, reason in enumerate(batch.finish_reasons)
-        if reason in ("error", "abort") or not batch.tokens[index]
-    ]
+    failed = without_tokens(batch)
     if failed:
         raise batch.errors.get(failed[0]) or RuntimeError(
             f"{len(failed)} of {len(prompts)} requests were aborted or have no tokens; let nothing "
             f"else update or abort this engine, and resume from a checkpoint"
         )
     return batch
+
+
+def without_tokens(batch: Rollout) -> list[int]:
+    """The samples that cannot be trained on: those that failed, were aborted or have no token.
+
+    Args:
+        batch: a rollout.
+
+    Returns:
+        their indices.
+    """
+    complete = batch.is_complete_B.tolist()
+    return [index for index, row in enumerate(batch.tokens) if not (row and complete[index])]
 
 
 def mismatch_log(

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.integrations.peft import merged
-from sgl_fp8rl.integrations.rollouts import mismatch_log, whole_rollout
+from sgl_fp8rl.integrations.rollouts import mismatch_log, whole_rollout, without_tokens
 from sgl_fp8rl.integrations.updates import next_version
 from sgl_fp8rl.protocol.attempt import attempt
-from trainer_bridge import update
-from trainer_bridge.rollout import check_sampling
+from trainer_bridge import Rollout, rollout, update
+from trainer_bridge.sampling import check_sampling
 
 try:
     import trl
@@ -39,7 +39,9 @@ def attach(trainer: Any, engine: Any) -> None:
     or FSDP2. Adapters of PEFT are merged into what is sent, and the trainer's weights are then put
     back exactly: that takes a copy of the adapted matrices during an update.
 
-    A batch with a token of another policy, or a request that failed, ends training with an error.
+    A completion that failed, was aborted or has a token of another policy is left out of baseline
+    and loss; ``fp8rl/failed_completions`` counts them. Where all fail, training ends with an error;
+    with tools or a ``rollout_func``, whose requests have no place in the batch, where one does.
 
     Args:
         trainer: built with ``use_vllm=False``.
@@ -55,6 +57,7 @@ def attach(trainer: Any, engine: Any) -> None:
     trainer._generate_and_score_completions = generation.logging(
         trainer._generate_and_score_completions
     )
+    trainer._calculate_rewards = generation.without_failed(trainer._calculate_rewards)
     trainer.add_callback(_SyncAtStart(trainer))
 
 
@@ -78,6 +81,8 @@ class EngineGeneration:
         self._trainer, self._engine = trainer, engine
         self._accelerator = trainer.accelerator
         self._group = dist.group.WORLD if trainer.accelerator.num_processes > 1 else None
+        self._failed: list[int] = []
+        """Of the completions of all ranks, in their order."""
 
     def sync_weights(self) -> None:
         """Bring the engine to the trainer's weights; TRL calls it once a step."""
@@ -101,7 +106,8 @@ class EngineGeneration:
         Returns:
             prompts, completions, a list with the logprob of each of their tokens, and None.
         """
-        gathered, box = gather_object(prompts), [None]
+        gathered = gather_object(prompts)
+        box: list[Any] = [None]
         if self._accelerator.is_main_process:
             with profiler or nullcontext():
                 box = [self._sample(gathered)]
@@ -109,27 +115,65 @@ class EngineGeneration:
         if isinstance(box[0], Exception):
             raise box[0]
         first = self._accelerator.process_index * len(prompts)
-        tokens, logprobs = (rows[first : first + len(prompts)] for rows in box[0])  # type: ignore[attr-defined]
-        return prompts, tokens, [[[logprob] for logprob in row] for row in logprobs], None
+        all_tokens, all_logprobs, self._failed = box[0]
+        mine = slice(first, first + len(prompts))
+        logprobs = [[[logprob] for logprob in row] for row in all_logprobs[mine]]
+        return prompts, all_tokens[mine], logprobs, None
 
     def logging(self, score: Callable[..., Any]) -> Callable[..., Any]:
         """TRL's method that samples and scores a batch; the result also logs it as ``fp8rl/*``."""
 
         def score_and_log(inputs: Any) -> Any:
             batch = score(inputs)
-            self._log({f"{NAME}/policy_version": self.version})
+            self._leave_out(batch)
+            counts = {"policy_version": self.version, "failed_completions": len(self._failed)}
+            self._log({f"{NAME}/{name}": count for name, count in counts.items()})
             if "sampling_per_token_logps" in batch and "old_per_token_logps" in batch:
                 self._log_mismatch(batch)
             return batch
 
         return score_and_log
 
+    def without_failed(self, calculate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """TRL's method that calculates rewards; a completion that failed has none, and TRL leaves
+        it out of the baseline."""
+
+        def calculate_others(*args: Any, **keywords: Any) -> torch.Tensor:
+            rewards_BR = calculate(*args, **keywords)  # of all ranks
+            rewards_BR[self._failed] = torch.nan
+            return rewards_BR
+
+        return calculate_others
+
+    def _leave_out(self, batch: dict[str, torch.Tensor]) -> None:
+        """Mask the completions that failed, as TRL does those that are truncated."""
+        count = len(batch["completion_mask"])
+        first = self._accelerator.process_index * count
+        mine = [index - first for index in self._failed if 0 <= index - first < count]
+        batch["completion_mask"][mine] = 0
+        batch["num_items_in_batch"] = batch["num_items_in_batch"] - len(self._failed)
+
     def _sample(self, prompts: list[list[int]]) -> Any:
-        """Tokens and logprobs of each completion; or why not, for all ranks to raise."""
-        batch, error = attempt(
-            lambda: whole_rollout(self._engine, prompts, _sampling(self._trainer), self.version)
-        )
-        return error if batch is None else (batch.tokens, batch.logprobs)
+        """Tokens and logprobs of each completion, and which failed: an end token without a logprob
+        stands for these. Or why there are none, for all ranks to raise."""
+        trainer = self._trainer
+
+        def sample() -> Rollout:
+            given = self._engine, prompts, _sampling(trainer)
+            if trainer.tools or trainer.rollout_func:
+                return whole_rollout(*given, self.version)
+            return rollout(*given, expected_version=self.version)
+
+        batch, error = attempt(sample)
+        if batch is None:
+            return error
+        failed = without_tokens(batch)
+        for index in failed:
+            batch.tokens[index] = trainer.eos_token_ids[:1]
+        logprobs: list[Any] = [
+            [None] if i in failed else row for i, row in enumerate(batch.logprobs)
+        ]
+        return batch.tokens, logprobs, failed
 
     def _log_mismatch(self, batch: dict[str, torch.Tensor]) -> None:
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1) > 0

@@ -2,7 +2,7 @@
 ``qk_rope_triton.py``.
 
 RMSNorm over each head of q and k, rotary embedding, the store of K and V as FP8 (``kv.py``), and
-the factor of q by which FA3 needs it divided. Each step rounds to BF16 where SGLang's kernel for it does.
+the factor of q that FA3 needs. Each step rounds to BF16 where SGLang's kernel for it does.
 
 Shape suffixes: T tokens, C channels of q, k and v concatenated, N query heads, H KV heads of this
 rank, D head dim, P positions, S slots; other suffixes as in ``kv.py``.

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from tests.trainer_bridge.moe_models import tiny
 
 README = readme.ROOT / "README.md"
 LINES = 150
-LOOP_LINES = 25
+LOOP_LINES = 26
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)]*)?\)")
 LINKING = [
     page
@@ -85,37 +86,74 @@ def rollout_of(
     return trainer_bridge.Rollout(prompts, tokens, rows, stamps, ["stop"] * len(tokens), 1.0)
 
 
-def test_the_loop_of_readme_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an engine: logprobs of the rollouts are those of the model itself."""
+def run_loop(monkeypatch: pytest.MonkeyPatch, reasons: list[str], reward: Any) -> tuple[Any, int]:
+    """The model after the loop of the page, and how many updates it made. Without an engine:
+    logprobs of the rollouts are those of the model itself.
+
+    Args:
+        reasons: the finish reasons of each rollout, in turn.
+    """
     (loop,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(loop.splitlines()) <= LOOP_LINES
     model = tiny("qwen3")
-    before = [parameter.detach().clone() for parameter in model.parameters()]
     versions: list[int] = []
 
     def update(model: Any, engine: Any, version: int) -> None:
         versions.append(version)
 
     def rollout(engine: Any, prompts: Any, sampling: Any, **_: Any) -> trainer_bridge.Rollout:
-        n = sampling["n"]
-        tokens = [[(7 * i) % 60 + 1, 5, 9][: 1 + i % 3] for i in range(n * len(prompts))]
+        count = sampling["n"] * len(prompts)
+        tokens = [[(7 * i) % 60 + 1, 5, 9][: 1 + i % 3] for i in range(count)]
+        found = (reasons * count)[:count]
+        tokens = [[] if why == "error" else row for row, why in zip(tokens, found, strict=True)]
         repeated = [[3, 4] for _ in tokens]
         with torch.no_grad():
             logprobs_BT = trainer_bridge.response_logprobs(model, repeated, tokens)
-        return rollout_of(repeated, tokens, logprobs_BT, versions[-1])
+        batch = rollout_of(repeated, tokens, logprobs_BT, versions[-1])
+        return replace(batch, finish_reasons=found)
 
-    monkeypatch.setattr(trainer_bridge, "rollout", rollout)
-    monkeypatch.setattr(trainer_bridge, "update", update)
-    monkeypatch.setattr(torch.nn.Module, "cuda", lambda module: module)
     auto = SimpleNamespace(from_pretrained=lambda *_, **__: model)
-    task = SimpleNamespace(PROMPTS=["a", "b"], reward=lambda tokens: float(len(tokens)))
-    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=FakeEngine))
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=auto))
-    monkeypatch.setitem(sys.modules, "my_task", task)
-    exec(compile(loop, "README.md", "exec"), {"__name__": "__main__"})
-    assert versions == list(range(len(versions))) and len(versions) > 1
-    after = list(model.parameters())
-    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    task = SimpleNamespace(PROMPTS=["a", "b"], reward=reward)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_bridge, "rollout", rollout)
+        patch.setattr(trainer_bridge, "update", update)
+        patch.setattr(torch.nn.Module, "cuda", lambda module: module)
+        patch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=FakeEngine))
+        patch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=auto))
+        patch.setitem(sys.modules, "my_task", task)
+        exec(compile(loop, "README.md", "exec"), {"__name__": "__main__"})
+    assert versions == list(range(len(versions)))
+    return model, len(versions)
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_loop_of_readme_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, updates = run_loop(monkeypatch, ["stop"], lambda tokens: float(len(tokens)))
+    assert updates > 1 and not same(model, tiny("qwen3"))
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_the_loop_of_readme_leaves_out_what_failed(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its reward, it moves no baseline: where the others are equally good, there is
+    nothing to learn."""
+
+    def model(reasons: list[str], of_failed: float) -> Any:
+        of_third = 1.0 if reasons == ["stop"] else of_failed  # the third has three tokens, or none
+
+        def reward(tokens: list[int]) -> float:
+            return of_third if len(tokens) in (0, 3) else 1.0
+
+        return run_loop(monkeypatch, reasons, reward)[0]
+
+    nothing = model(["stop"], 1.0)
+    for of_failed in (0.0, -100.0):
+        assert same(model(["stop", "length", reason], of_failed), nothing)
 
 
 def test_slices_of_a_large_batch_give_the_gradient_of_the_whole() -> None:

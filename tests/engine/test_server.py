@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,6 +127,24 @@ def test_status(server: Server) -> None:
     assert (status["version"], status["state"]) == (version_of(server), "serving")
     assert status["logprobs"] == {"raw": False}
     assert not status.keys() & {"formats", "fp32"}  # lists of names
+
+
+def test_arrays_and_tensors_sample_as_lists_do(server: Server) -> None:
+    rows = [PROMPT[:4], PROMPT[4:8]]
+    wanted = trainer_bridge.rollout(server.address, rows, {**GREEDY, "max_new_tokens": 4})
+    sampling = {
+        "temperature": np.float32(0.0),
+        "max_new_tokens": np.int64(4),
+        "sampling_seed": torch.tensor(7),
+        "ignore_eos": np.bool_(True),
+    }
+    version = np.int64(version_of(server))
+    for prompts in (np.array(rows), torch.tensor(rows), [torch.tensor(row) for row in rows]):
+        found = trainer_bridge.rollout(
+            server.address, prompts, sampling, expected_version=version, timeout=np.float32(300)
+        )
+        assert (found.prompt_tokens, found.tokens) == (rows, wanted.tokens)
+        assert found.is_complete_B.tolist() == [True, True]
 
 
 @pytest.mark.guarantee("rollouts", fault="one of 512 requests fails")

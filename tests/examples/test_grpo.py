@@ -37,6 +37,33 @@ def test_advantages_by_hand() -> None:
     torch.testing.assert_close(loop.group_advantages(rewards_PG), expected, atol=1e-5, rtol=0)
 
 
+def test_a_response_without_a_reward_is_left_out() -> None:
+    """It failed, or was cut short: advantages of the others are those of the group without it."""
+    nan = float("nan")
+    rewards_PG = torch.tensor([[1.0, nan, 0.0, 0.0, 0.0], [nan] * 5])
+    found_PG = loop.group_advantages(rewards_PG)
+    expected_PG = loop.group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(found_PG[0, [0, 2, 3, 4]], expected_PG[0])
+    assert found_PG[0, 1] == 0.0 and found_PG[1].tolist() == [0.0] * 5
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_loss_has_no_response_that_was_cut_short() -> None:
+    """Whatever its tokens are."""
+
+    def learned(last: str) -> list[torch.Tensor]:
+        model = tiny_model.build_model(seed=0)
+        tiny_model.shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        batch = a_rollout([RIGHT, WRONG, last])
+        batch.finish_reasons[2] = "abort"
+        loop.learn(model, optimizer, batch, torch.tensor([[1.0, 0.0, float("nan")]]))
+        return [parameter.detach().full_tensor() for parameter in model.parameters()]
+
+    pairs = zip(learned("9\n"), learned("8,8,8,8,8"), strict=True)
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)
+
+
 def test_share_of_is_a_partition_in_order() -> None:
     batch = a_rollout([RIGHT, WRONG, RIGHT, "9\n"])
     lost = EngineError("too long", 400)

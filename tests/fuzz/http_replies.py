@@ -10,7 +10,7 @@ import pytest
 
 from tests.fuzz.decoder import Decoder, to_json
 from tests.fuzz.frames import arrived
-from trainer_bridge import http_exchange, http_requests
+from trainer_bridge import http_exchange, http_opening
 from trainer_bridge.engine_client import EngineError, HTTPEngine
 
 RECEIVE_BYTES = 100
@@ -58,6 +58,6 @@ def decoders() -> Iterator[list[Decoder]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_exchange, "RECEIVE_BYTES", RECEIVE_BYTES)
         patch.setattr(http_exchange, "LONGEST_REPLY", LONGEST_REPLY)
-        patch.setattr(http_requests._Server, "_open", lambda _: connections.pop())
+        patch.setattr(http_opening, "_connecting", lambda *_: connections.pop())
         read = partial(decode, connections)
         yield [Decoder("HTTP bytes", SEEDS, read, (EngineError,), to_http, relays=True)]

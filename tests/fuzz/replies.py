@@ -12,6 +12,7 @@ import pytest
 from tests.fuzz.decoder import LONGEST, Decoder, to_json
 from trainer_bridge import engine_client
 from trainer_bridge.engine_client import EngineError, HTTPEngine
+from trainer_bridge.replies import ContractError
 from trainer_bridge.rollout import rollout
 
 SOUND, MUTATED = "http://sound", "http://mutated"
@@ -86,7 +87,7 @@ def decoders() -> Iterator[list[Decoder]]:
         f"{SOUND}/fp8rl": [to_json(STATUS)],
         f"{MUTATED}/generate": [to_json(REPLY)] * 2,
     }
-    refused = EngineError, ValueError
+    refused = EngineError, ContractError, ValueError
     status, reply = partial(decode_status, answers), partial(decode_reply, answers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_client, "post_all", partial(post_all, answers))

@@ -136,6 +136,12 @@ def test_sizes_refused(text: str) -> None:
         ("session_timeout_s", 0.0, "positive"),
         ("session_timeout_s", float("nan"), "positive"),
         ("session_timeout_s", float("inf"), "positive"),
+        ("session_timeout_s", "300", "positive"),
+        ("session_timeout_s", None, "positive"),
+        ("session_timeout_s", True, "positive"),
+        ("kv_scales", 5, "must name a file"),
+        ("tune_cache", None, "must name a folder"),
+        ("key", 5, "printable"),
     ],
 )
 def test_refusals_name_the_option(field: str, value: object, message: str) -> None:

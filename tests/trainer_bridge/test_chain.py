@@ -552,7 +552,7 @@ def test_an_engine_that_is_gone_holds_up_no_other(
 def test_what_can_never_follow_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="http"):
         follow(tmp_path, "host:1")
-    with pytest.raises(ChainError, match="more than 0"):
+    with pytest.raises(ChainError, match="above 0"):
         follow(tmp_path, trained(), poll_s=-1.0)
 
 

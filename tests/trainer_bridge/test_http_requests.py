@@ -9,12 +9,18 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
-from trainer_bridge import http_exchange, http_requests
+from trainer_bridge import http_exchange, http_opening, http_requests
 from trainer_bridge.http_exchange import Answer, Fault
 from trainer_bridge.http_requests import post_all
 
@@ -335,46 +341,174 @@ def test_the_deadline_is_that_of_all_requests() -> None:
     assert isinstance(found[1], TimeoutError) and isinstance(found[2], TimeoutError)
 
 
-def test_a_host_that_does_not_answer_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Any] = []
+@contextmanager
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """An address that answers no connection, and a short limit for one."""
+    monkeypatch.setattr(http_requests, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as stack:
+        address = listener.getsockname()
+        for _ in range(4):  # more than wait there
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(address)
+        yield address
 
-    def connect(peer: Any, timeout: float | None) -> socket.socket:
-        tried.append(peer)
-        raise TimeoutError("timed out")
 
-    monkeypatch.setattr(socket, "create_connection", connect)
-    found = answers("http://engine:30000/generate", 512)
-    assert len(found) == 512
-    assert all(isinstance(fault, TimeoutError) for fault in found.values())
-    assert tried == [("engine", 30000)]
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
+    """Every connection that is begun."""
+    found: list[socket.socket] = []
+    connecting = http_opening._connecting
+
+    def keep(*args: Any) -> socket.socket:
+        found.append(connecting(*args))
+        return found[-1]
+
+    monkeypatch.setattr(http_opening, "_connecting", keep)
+    return found
 
 
-def test_a_handshake_has_what_connecting_leaves_of_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_host_that_does_not_answer_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, opened: list[socket.socket]
 ) -> None:
-    left: list[float | None] = []
-    connect = socket.create_connection
+    """Once the first connections have come to nothing."""
+    with silent(monkeypatch) as (host, port):
+        found = answers(f"http://{host}:{port}/generate", 512)
+    assert {str(fault) for fault in found.values()} == {"no connection within 0.3 s"}
+    assert len(found) == 512 and len(opened) == http_requests.OPENING_AT_ONCE
 
-    def connect_slowly(*args: Any) -> socket.socket:
-        time.sleep(0.3)
-        return connect(*args)
 
-    def stall(context: Any, sock: socket.socket, **options: Any) -> None:
-        left.append(sock.gettimeout())
-        raise TimeoutError("the handshake timed out")
+@pytest.mark.guarantee("rollouts", fault="a server that is too busy to accept connections")
+def test_a_server_that_accepts_late_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue holds two connections, and takes none for several times the limit of one."""
+    monkeypatch.setattr(http_requests, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
 
-    monkeypatch.setattr(socket, "create_connection", connect_slowly)
-    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", stall)
+        def run() -> None:
+            time.sleep(1.5)
+            for _ in range(64):
+                peer, _ = listener.accept()
+                with peer:
+                    read_request(peer)
+                    peer.sendall(REPLY)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/generate"
+        assert answers(url, 64, timeout=100) == dict.fromkeys(range(64), (200, b"ok"))
+        thread.join(10)
+
+
+@pytest.mark.parametrize("first", ["refuses", "is silent"])
+def test_each_address_of_a_host_is_tried(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a name is one of IPv6 too, at which nothing listens."""
+
+    def serve(peers: Peers) -> None:
+        for peer, _ in peers:
+            peer.sendall(REPLY)
+
+    look_up = socket.getaddrinfo
+    with silent(monkeypatch) as address, listen(serve, 3) as url:
+        if first == "refuses":
+            with socket.create_server(("127.0.0.1", 0)) as gone:
+                address = gone.getsockname()
+
+        def both(host: str, port: int, **options: Any) -> Any:
+            return [*look_up(*address, **options), *look_up(host, port, **options)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        assert answers(url, 3) == dict.fromkeys(range(3), (200, b"ok"))
+
+
+def test_a_host_without_an_address_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def unknown(*args: Any, **_: Any) -> Any:
+        asked.append(args)
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    found = answers("http://engine:30000/generate", 3)
+    assert [type(fault) for fault in found.values()] == [socket.gaierror] * 3
+    assert asked == [("engine", 30000)]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 127.0.0.1, with its key."""
+    file = tmp_path_factory.mktemp("tls") / "both.pem"
+    now = datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "engine")])
+    key = ec.generate_private_key(ec.SECP256R1())
+    built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    built = built.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+    address = x509.IPAddress(ip_address("127.0.0.1"))
+    built = built.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+    pem = serialization.Encoding.PEM
+    private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    file.write_bytes(key.private_bytes(pem, *private))
+    with file.open("ab") as both:
+        both.write(built.sign(key, hashes.SHA256()).public_bytes(pem))
+    return file
+
+
+def test_a_handshake_that_stalls_delays_no_other(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again, as nothing was sent."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    monkeypatch.setattr(http_requests, "CONNECT_TIMEOUT_S", 2.0)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    answered = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            stalled, _ = listener.accept()
+            served = 0
+            while served < 3:
+                peer, _ = listener.accept()
+                # a client on a busy machine may give up a slow handshake, too
+                with suppress(OSError), context.wrap_socket(peer, server_side=True) as secure:
+                    message = read_request(secure)
+                    secure.sendall(REPLY.replace(b"ok", b"%02d" % message))
+                    served += 1
+                if served == 2:  # the others have their answers
+                    answered.wait(60)
+            stalled.close()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
         url = f"https://127.0.0.1:{listener.getsockname()[1]}/generate"
-        found = answers(url, 3, timeout=10.0)
-        monkeypatch.setattr(http_requests, "CONNECT_TIMEOUT_S", 0.2)  # connecting took all of it
-        answers(url, 3)
-    assert all(isinstance(fault, TimeoutError) for fault in found.values())
-    assert len(left) == 2, "a server that stalls is tried once"
-    assert left[0] is not None and left[1] is not None
-    assert 0 < left[0] <= 9.7
-    assert 0 < left[1] <= 0.01
+        iterator = post_all(url, [0, 1, 2], {}, 100)
+        first = dict([next(iterator), next(iterator)])
+        answered.set()
+        assert first | dict(iterator) == {i: (200, b"%02d" % i) for i in range(3)}
+        thread.join(10)
+
+
+def test_a_certificate_that_is_not_trusted_is_refused(certificate: Path) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            peer, _ = listener.accept()
+            with suppress(OSError), context.wrap_socket(peer, server_side=True):
+                pass
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        (fault,) = answers(f"https://127.0.0.1:{listener.getsockname()[1]}/", 1, 50).values()
+        thread.join(10)
+    assert isinstance(fault, ssl.SSLCertVerificationError)
+
+
+def test_a_server_that_never_shakes_hands_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_requests, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = answers(f"https://127.0.0.1:{listener.getsockname()[1]}/generate", 3)
+    assert {str(fault) for fault in found.values()} == {"no connection within 0.3 s"}
 
 
 def test_a_server_that_never_shakes_hands_is_too_late() -> None:
@@ -406,15 +540,9 @@ def test_requests_that_are_given_up_are_closed() -> None:
     assert closed == [True, True]
 
 
-def test_a_dead_host_is_noticed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_host_is_noticed_by_the_kernel(opened: list[socket.socket]) -> None:
     """Keepalive is on, and its probes end within two minutes."""
-    opened: list[socket.socket] = []
     options: list[int] = []
-    connect = socket.create_connection
-
-    def keep(*args: Any) -> socket.socket:
-        opened.append(connect(*args))
-        return opened[-1]
 
     def serve(peers: Peers) -> None:
         options.append(opened[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
@@ -424,7 +552,6 @@ def test_a_dead_host_is_noticed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -
         )
         peers[0][0].sendall(REPLY)
 
-    monkeypatch.setattr(socket, "create_connection", keep)
     with listen(serve, 1) as url:
         assert answers(url, 1) == {0: (200, b"ok")}
     is_on, idle, interval, count = options

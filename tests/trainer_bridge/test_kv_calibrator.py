@@ -392,10 +392,10 @@ def test_a_margin_is_room_for_larger_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"layers": 0}, "layers.*positive integers"),
-        ({"layers": 2.0}, "layers.*positive integers"),
-        ({"kv_heads": -1}, "kv_heads.*positive integers"),
-        ({"kv_heads": [2, 2]}, "kv_heads.*positive integers"),
+        ({"layers": 0}, "layers.*whole number from 1"),
+        ({"layers": 2.0}, "layers.*whole number from 1"),
+        ({"kv_heads": -1}, "kv_heads.*whole number from 1"),
+        ({"kv_heads": [2, 2]}, "kv_heads.*whole number from 1"),
         ({"percentile": 0}, "percentile"),
         ({"percentile": 100.1}, "percentile"),
         ({"percentile": float("nan")}, "percentile"),

@@ -1,11 +1,17 @@
 """Replies of the wrong types: each loses one sample, and a malformed status one engine."""
 
+import base64
 import copy
+import math
+import pickle
+import re
 from typing import Any
 
 import pytest
 
+from sgl_fp8rl.protocol.policy import Policy
 from tests.trainer_bridge.test_rollout import FakeEngine, FakeMoE, Reply
+from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.replies import read_reply
 from trainer_bridge.rollout import rollout
@@ -34,7 +40,8 @@ class BrokenEngine(FakeMoE):
 
 def reply_with(path: str, value: Any) -> Any:
     """A sound reply to the broken prompt, but for one part."""
-    reply: Any = FakeMoE().reply(BROKEN, {"input_ids": [6], "return_logprob": True})
+    request = {"input_ids": [6], "return_logprob": True, "return_routed_experts": True}
+    reply: Any = FakeMoE().reply(BROKEN, request)
     *parents, name = path.split(".")
     place = copy.deepcopy(reply)
     inner = place
@@ -150,8 +157,59 @@ def test_a_logprob_that_no_float32_holds_is_refused(value: float) -> None:
 @pytest.mark.parametrize("sent", ["é", "AAAA", "A"])
 def test_damaged_experts_are_counted(sent: str) -> None:
     reply = reply_with("meta_info.routed_experts", sent)
-    with pytest.raises(ValueError, match=rf"reply {BROKEN} has \d bytes of int32"):
-        rollout(BrokenEngine(reply), PROMPTS, {}, routed_experts=True)
+    result = rollout(BrokenEngine(reply), PROMPTS, {}, routed_experts=True)
+    assert re.search(rf"reply {BROKEN} has \d bytes of int32", str(result.errors[BROKEN]))
+
+
+ENTRIES = "meta_info.output_token_logprobs"
+BREACHES = [
+    *(
+        reply_with(ENTRIES, [[logprob, 10], [-1.5, 11]])
+        for logprob in (-math.inf, math.nan, None, 10**400)
+    ),
+    reply_with(ENTRIES, MISSING),
+    reply_with(ENTRIES, [[-0.5, 10]]),
+    reply_with(ENTRIES, [[-0.5, 10], [-1.5, 12]]),
+    reply_with("meta_info.policy_version", MISSING),
+    reply_with("meta_info.policy_version", [3, 4]),
+    reply_with("meta_info.policy_version", [3]),
+    reply_with("meta_info.policy_run", MISSING),
+    reply_with("meta_info.policy_run", ["a", "b"]),
+    reply_with("meta_info.routed_experts", MISSING),
+    reply_with("meta_info.routed_experts", base64.b64encode(bytes(32)).decode()),
+]
+
+
+@pytest.mark.guarantee("rollouts", fault="a reply that breaks the logprob contract")
+@pytest.mark.parametrize("broken", BREACHES)
+def test_a_reply_that_breaks_the_contract_loses_one_sample(
+    broken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = BrokenEngine(broken)
+    connection_to(engine).policy = Policy("a", 3)
+    result = rollout(engine, PROMPTS, {}, expected_version=3, routed_experts=True)
+    assert list(result.errors) == [BROKEN]
+    check_sentence(result.errors[BROKEN])
+    assert f"reply {BROKEN} has " in str(result.errors[BROKEN])
+    assert "1 of 3 samples failed; sample 1: rollout: reply 1 has" in caplog.text
+    copied = pickle.loads(pickle.dumps(result.errors[BROKEN]))
+    assert str(copied) == str(result.errors[BROKEN]) and isinstance(copied, EngineError)
+    assert result.is_complete_B.tolist() == [True, False, True]
+    assert result.tokens == [[0], [], [20, 21, 22]]
+    assert result.logprobs[BROKEN] == result.versions[BROKEN] == result.runs[BROKEN] == []
+    assert [len(experts) for experts in result.routed_experts or []] == [1, 0, 3]
+
+
+def test_where_every_reply_breaks_the_contract_the_options_are_wrong() -> None:
+    """A ValueError, as long as nothing else failed."""
+    engine = FakeEngine()
+    engine.edit = lambda reply: reply["meta_info"].pop("policy_version")
+    with pytest.raises(ValueError, match=r"reply 0 .*--quantization fp8rl"):
+        rollout(engine, PROMPTS, {})
+    engine.refused[7] = EngineError("quarantined", 503)
+    with pytest.raises(EngineError, match="quarantined") as raised:
+        rollout(engine, PROMPTS, {})
+    assert not isinstance(raised.value, ValueError)
 
 
 def test_a_token_without_a_prompt_has_no_experts() -> None:

@@ -179,10 +179,10 @@ def test_options_that_change_the_distribution_are_refused(name: str, value: Any)
     [
         ({"beam_width": 4}, "beam_width.*use only"),
         ({"custom_params": {"a": 1}}, "custom_params.*use only"),
-        ({"n": 0}, r"\['n'\] = 0\b.*positive integer"),
-        ({"n": 1.5}, r"\['n'\] = 1\.5\b.*positive integer"),
-        ({"temperature": -1.0}, r"\['temperature'\] = -1\.0\b.*0 or more"),
-        ({"temperature": math.nan}, r"\['temperature'\] = nan\b.*0 or more"),
+        ({"n": 0}, r"\['n'\] is 0;.*whole number from 1"),
+        ({"n": 1.5}, r"\['n'\] is 1\.5;.*whole number from 1"),
+        ({"temperature": -1.0}, r"\['temperature'\] is -1\.0;.*from 0 up"),
+        ({"temperature": math.nan}, r"\['temperature'\] is nan;.*from 0 up"),
     ],
 )
 def test_other_sampling_mistakes_are_refused(sampling: dict[str, Any], message: str) -> None:
@@ -345,6 +345,7 @@ def test_an_aborted_sequence_is_kept_as_far_as_it_got() -> None:
     result = rollout(client, PROMPTS, {})
     assert result.finish_reasons == ["abort", "abort"]
     assert result.tokens == [[0], [10, 11]]
+    assert result.is_complete_B.tolist() == [False, False]
 
     def aborted_while_it_waited(reply: Reply) -> None:
         reply["meta_info"]["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
@@ -375,6 +376,13 @@ def test_a_request_that_fails_loses_one_sequence() -> None:
     assert result.tokens == [[0], [], [20, 21, 22]]
     assert result.logprobs[1] == result.versions[1] == []
     assert result.mask_BT.sum(1).tolist() == [1, 0, 3]
+    assert result.is_complete_B.tolist() == [True, False, True]
+
+
+def test_a_response_of_the_length_asked_for_is_complete() -> None:
+    client = FakeEngine()
+    client.edit = spoil("finish_reason", {"type": "length", "length": 1})
+    assert rollout(client, PROMPTS, {}).is_complete_B.tolist() == [True, True]
 
 
 def test_a_string_that_fails_has_no_tokens_at_all() -> None:

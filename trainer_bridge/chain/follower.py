@@ -10,6 +10,7 @@ from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
+from trainer_bridge.arguments import real
 from trainer_bridge.chain import files
 from trainer_bridge.chain.disk import ChainError, brief
 from trainer_bridge.chain.files import Tensors, as_bytes
@@ -180,11 +181,13 @@ def follow(
         options: as for ``trainer_bridge.update``, such as ``in_flight``.
 
     Raises:
-        ChainError: ``poll_s`` is not positive, or zstandard is not installed.
+        ChainError: ``poll_s`` is not a number above 0, or zstandard is not installed.
         EngineError: an engine is neither an engine nor an address.
     """
-    if not poll_s > 0:
-        raise ChainError(f"poll_s is {poll_s!r}; give seconds, more than 0")
+    try:
+        poll_s = real("poll_s", poll_s, above=True)
+    except ValueError as fault:
+        raise ChainError(str(fault)) from None
     engines = list(engines) if isinstance(engines, list | tuple) else [engines]
     for engine in engines:
         connection_to(engine)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer_bridge.arguments import whole
 from trainer_bridge.metrics.batch_inputs import check_tensors, fault_of
 
 
@@ -50,8 +51,10 @@ def worst_tokens(
         The tokens; fewer than ``count`` if the mask has fewer.
 
     Raises:
-        ValueError: shapes differ, logprobs are not floats, or the mask is not bool.
+        ValueError: shapes differ, logprobs are not floats, the mask is not bool, or ``count`` is
+            not a whole number from 0 up.
     """
+    count = whole("worst_tokens: count", count, least=0)
     given = {"trainer_logprobs_BT": trainer_logprobs_BT, "rollout_logprobs_BT": rollout_logprobs_BT}
     check_tensors("worst_tokens", **given, mask_BT=mask_BT)
     device = trainer_logprobs_BT.device

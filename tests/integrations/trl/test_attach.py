@@ -19,6 +19,8 @@ from tests.integrations.trl.tiny import steps_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.metrics import alarms
 
+COUNTED = ("policy_version", "failed_completions", "update_seconds", "alarms")
+
 
 def test_a_batch_is_what_the_engine_sampled(make: Make, engine: FakeEngine) -> None:
     trainer = make(max_steps=2)
@@ -77,7 +79,7 @@ def test_a_reporter_has_what_is_logged(make: Make, engine: FakeEngine, tmp_path:
     wanted = {(tag, step): value for tag, step, value in logged if "/fp8rl/" in tag}
     assert found == pytest.approx(wanted)
     assert {tag for tag, step in found if step == 1} == {
-        f"train/fp8rl/{name}" for name in ("policy_version", "update_seconds", "alarms", *LOGGED)
+        f"train/fp8rl/{name}" for name in (*COUNTED, *LOGGED)
     }
     assert found["train/fp8rl/policy_version", 2] == 1.0
     assert found["eval/fp8rl/policy_version", 2] == 2.0
@@ -148,7 +150,7 @@ def of_two_ranks(rank: int, monkeypatch: pytest.MonkeyPatch, sent: Any) -> Any:
 
 
 def test_each_rank_takes_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = [[1], [2], [3], [4]], [[-1.0], [-2.0], [-3.0], [-4.0]]
+    sent = [[1], [2], [3], [4]], [[-1.0], [-2.0], [-3.0], [-4.0]], []
     for rank, tokens in enumerate([[[1], [2]], [[3], [4]]]):
         generation = of_two_ranks(rank, monkeypatch, sent)
         prompts, completions, logprobs, _ = generation.generate([[5], [5]], None, 2)
@@ -182,6 +184,92 @@ def mixed(index: int, reply: dict[str, Any]) -> Any:
     return reply
 
 
+def nan(index: int, reply: dict[str, Any]) -> Any:
+    if index == 3:
+        reply["meta_info"]["output_token_logprobs"][1][0] = float("nan")
+    return reply
+
+
+EDITS = [failed, aborted, empty, mixed, nan]
+
+
+def trained(
+    make: Make, engine: FakeEngine, reward: Any, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A trainer after one step, and the batch of that step in the order of its requests."""
+    monkeypatch.setattr(tiny, "even", reward)
+    trainer = make(max_steps=1, **options)
+    adapter.attach(trainer, engine)
+    batches = []
+    score = trainer._generate_and_score_completions
+
+    def keep(inputs: Any) -> Any:
+        batches.append(score(inputs))
+        return dict(batches[-1])
+
+    trainer._generate_and_score_completions = keep
+    trainer.train()
+    return trainer, batches[0]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_completion_that_failed_is_left_out_of_baseline_and_loss(
+    edit: Any, make: Make, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of its group have equal rewards, and so no advantage."""
+
+    def equal(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [1.0 if len(ids) == 3 else -5.0 for ids in completion_ids]
+
+    engine.edit = edit
+    trainer, batch = trained(make, engine, equal, monkeypatch)
+    (row,) = steps_of(trainer)
+    assert row["fp8rl/failed_completions"] == 1
+    assert row["reward"] == 1.0 and batch["advantages"].tolist() == [0.0] * 16
+    assert batch["completion_mask"].sum(1).tolist() == [3, 3, 3, 0] + [3] * 12
+    assert batch["num_items_in_batch"] == 45
+    assert row["fp8rl/policy_version"] == 0 and row["fp8rl/ess"] < 0.9
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
+def test_what_stands_for_a_failed_completion_does_not_move_the_policy(
+    loss_type: str, make: Make, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reward function makes of it."""
+
+    def weights(of_failed: float) -> dict[str, Any]:
+        def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+            return [ids[1] % 2 if len(ids) == 3 else of_failed for ids in completion_ids]
+
+        engine.run, engine.version = "", -1
+        trainer, _ = trained(make, engine, reward, monkeypatch, loss_type=loss_type, beta=0.1)
+        return tiny.weights_of(trainer)
+
+    engine.edit = failed
+    assert tiny.same(weights(1.0), weights(-100.0))
+
+
+def test_a_group_whose_prompt_is_refused_is_left_out(
+    make: Make, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is longer than the context."""
+    engine.edit = lambda i, reply: EngineError("too long", 400) if i < 8 else reply
+    trainer, batch = trained(make, engine, tiny.even, monkeypatch)
+    assert steps_of(trainer)[0]["fp8rl/failed_completions"] == 8
+    assert batch["advantages"][:8].tolist() == [0.0] * 8
+    assert batch["completion_mask"].sum(1).tolist() == [0] * 8 + [3] * 8
+    assert all(bool(weight.isfinite().all()) for weight in tiny.weights_of(trainer).values())
+
+
+def test_where_all_fail_training_ends(make: Make, engine: FakeEngine) -> None:
+    trainer = make()
+    adapter.attach(trainer, engine)
+    engine.edit = lambda index, reply: EngineError(f"request {index} is too long", 400)
+    with pytest.raises(EngineError, match="request 0 is too long"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -191,11 +279,23 @@ def mixed(index: int, reply: dict[str, Any]) -> Any:
         (mixed, "reply 3 has version 1 of run .*, not the expected version 0"),
     ],
 )
-def test_an_incomplete_or_mixed_batch_ends_training(
+def test_a_rollout_func_has_all_completions_or_an_error(
     edit: Any, message: str, make: Make, engine: FakeEngine
 ) -> None:
+    """Which of its requests a row of the batch comes from is not known."""
     trainer = make()
     adapter.attach(trainer, engine)
+
+    def sample(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = trainer.processing_class(prompts)["input_ids"]
+        _, completions, logprobs, _ = trainer.vllm_generation.generate(ids, None, 8)
+        return {
+            "prompt_ids": ids,
+            "completion_ids": completions,
+            "logprobs": [[each[0] for each in row] for row in logprobs],
+        }
+
+    trainer.rollout_func = sample
     engine.edit = edit
     with pytest.raises((RuntimeError, ValueError), match=message):
         trainer.train()

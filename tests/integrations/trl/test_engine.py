@@ -60,7 +60,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> tuple[list[UpdateResult], list[Rol
         return called
 
     monkeypatch.setattr(adapter, "update", keeping(updates, adapter.update))
-    monkeypatch.setattr(adapter, "whole_rollout", keeping(rollouts, adapter.whole_rollout))
+    monkeypatch.setattr(adapter, "rollout", keeping(rollouts, adapter.rollout))
     return updates, rollouts
 
 
