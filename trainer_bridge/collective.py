@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
@@ -163,13 +162,6 @@ def _pickled(value: Any, error: Exception | None) -> bytes:
         if error is None:
             raise
         return pickle.dumps((value, RuntimeError(f"{type(error).__name__}: {error}")))
-
-
-def unwrapped(given: Any, group: dist.ProcessGroup | None) -> tuple[Any, dist.ProcessGroup | None]:
-    """What a trainer gives without DDP around it, and its ranks: DDP's, where it names none."""
-    if isinstance(given, DistributedDataParallel):
-        return given.module, group or given.process_group
-    return given, group
 
 
 def ranks_of(named: Named, group: dist.ProcessGroup | None) -> tuple[int, ...]:
