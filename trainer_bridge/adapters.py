@@ -118,8 +118,8 @@ class _Merge:
             return layer.get_base_layer()  # type: ignore[no-any-return]
         if len({isinstance(parameter, DTensor) for parameter in layer.parameters()}) > 1:
             raise ManifestError(
-                f"{self._names[layer]} is sharded, and its adapters are not, or the other way "
-                f"round; add adapters first and call fully_shard then, on all of the model"
+                f"{self._names[layer]} is sharded, and its adapters are not; add adapters first "
+                f"and call fully_shard then"
             )
         try:
             with torch.no_grad():
@@ -146,7 +146,7 @@ class _Merge:
         for name, parameter in nn.Module.named_parameters(without, recurse=recurse):
             path, _, leaf = name.rpartition(".")
             owner = plain.get_submodule(path)
-            sent, place = owner._parameters[leaf], f"{self._names[module]}.{name}"
+            sent, place = owner._parameters[leaf], f"{self._names.get(module, 'adapted')}.{name}"
             first, other, place_of_first = self._sent.setdefault(
                 id(parameter), (sent, module, place)
             )

@@ -71,7 +71,7 @@ def _inside(model: nn.Module) -> nn.Module | None:
     peft = sys.modules.get("peft")  # no adapter is there where nobody has imported it
     if peft is not None:
         if isinstance(model, peft.PeftModel | peft.PeftMixedModel):
-            return model.base_model
+            return children["base_model"]
         if isinstance(model, peft.tuners.tuners_utils.BaseTuner):
             return children.get("model")
     # of DDP, DataParallel, AveragedModel, and of frameworks

@@ -89,18 +89,20 @@ NOT_MADE = {
 """What torch and PEFT themselves refuse."""
 REFUSED = {
     ("compile", "compile"): "the weights are a function",
-    ("peft", "fsdp2"): "add adapters first and call fully_shard then",
+    ("peft", "fsdp2"): "add adapters first and call fully_shard",
 }
 
 
 def wrap_twice(rank: int, folder: Path) -> None:
     """Each pair updates an engine, with the families in turn, so that each wrapper has all."""
     plain = {family: make() for family, make in FAMILIES.items()}
-    wanted = {
-        (family, is_adapted): saved(
-            adapted(copy.deepcopy(model)).merge_and_unload() if is_adapted else model,
-            folder / f"{family}-{is_adapted}-{rank}",
-        )
+    wanted = {  # newer transformers save on rank 0 alone
+        (family, is_adapted): gathered(
+            saved(
+                adapted(copy.deepcopy(model)).merge_and_unload() if is_adapted else model,
+                folder / f"{family}-{is_adapted}-{rank}",
+            )
+        )[0]
         for family, model in plain.items()
         for is_adapted in (False, True)
     }
