@@ -58,9 +58,9 @@ def merged(model: nn.Module) -> nn.Module:
                     f"LoRA"
                 )
     names = {module: name for name, module in named_modules(model)}
-    plain = _Merge(names).plain(inside)
+    plain: Any = _Merge(names).plain(inside)
     plain.config = getattr(inside, "config", None)
-    return plain
+    return plain  # type: ignore[no-any-return]
 
 
 class _Merge:
@@ -74,7 +74,7 @@ class _Merge:
         self._names = names
         self._plain: dict[nn.Module, nn.Module] = {}
         """What became of each module: some have several places."""
-        self._sent: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}
+        self._sent: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}
         """What is sent for a parameter of the model without adapters, by its id; of which module,
         and its name."""
 
@@ -123,7 +123,7 @@ class _Merge:
             )
         try:
             with torch.no_grad():
-                copied = _copy(layer)
+                copied: Any = _copy(layer)
                 layers = [*_nested(copied)]
                 before = [[*each.merged_adapters] for each in layers]
                 for each in filter(_is_to_be_changed, reversed(layers)):
@@ -146,7 +146,7 @@ class _Merge:
         for name, parameter in nn.Module.named_parameters(without, recurse=recurse):
             path, _, leaf = name.rpartition(".")
             owner = plain.get_submodule(path)
-            sent, place = owner._parameters[leaf], f"{self._names.get(module, 'adapted')}.{name}"
+            sent, place = owner.get_parameter(leaf), f"{self._names.get(module, 'adapted')}.{name}"
             first, other, place_of_first = self._sent.setdefault(
                 id(parameter), (sent, module, place)
             )
@@ -156,7 +156,7 @@ class _Merge:
                     f"two, which an engine of this model cannot hold; adapt both alike by "
                     f"ensure_weight_tying=True of PEFT, or train and serve the model untied"
                 )
-            owner._parameters[leaf] = first  # type: ignore[assignment]
+            owner._parameters[leaf] = first
 
 
 def _in_use(wrapper: Any) -> nn.Module:
