@@ -115,7 +115,6 @@ KINDS = {
     "PiSSA": lora(init_lora_weights="pissa"),
     "OLoRA": lora(init_lora_weights="olora"),
     "AdaLoRA": other("AdaLora", None, total_step=10, init_r=4),
-    "BOFT": other("BOFT", boft_block_size=4),
     "C3A": other("C3A", block_size=8),
     "FourierFT": other("FourierFT", n_frequency=20),
     "HRA": other("HRA", r=4),
@@ -133,7 +132,7 @@ KINDS = {
     "VeRA": other("Vera", r=4),
     "WaveFT": other("WaveFT", n_frequency=20),
 }
-"""Kinds that do not touch the head alone, or the embedding."""
+"""Kinds that do not touch the head alone, or the embedding. BOFT would build a CUDA extension."""
 ENDS = {
     "head saved": lora(modules_to_save=["lm_head"]),
     "embedding saved": lora(modules_to_save=["embed_tokens"]),
