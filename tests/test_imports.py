@@ -26,6 +26,7 @@ LAYERS = (
     "trainer_bridge.routed_experts trainer_bridge.rank_values "
     "trainer_bridge.engine_norms trainer_bridge.codes_memory trainer_bridge.fp8_weights "
     "trainer_bridge.fp8_layers "
+    "trainer_bridge.wrappers trainer_bridge.adapters "
     "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.fp8_attention "
     "trainer_bridge.clock "
     "trainer_bridge.commit_decision trainer_bridge.agreement",

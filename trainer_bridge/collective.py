@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
@@ -158,13 +157,6 @@ class Leader:
             if waited > limit_s:
                 raise TimeoutError(f"update: {absence} for {limit_s:.0f} s; see its log")
             time.sleep(fast_s if waited < FAST_S else max(fast_s, POLL_S))
-
-
-def unwrapped(given: Any, group: dist.ProcessGroup | None) -> tuple[Any, dist.ProcessGroup | None]:
-    """What a trainer gives without DDP around it, and its ranks: DDP's, where it names none."""
-    if isinstance(given, DistributedDataParallel):
-        return given.module, group or given.process_group
-    return given, group
 
 
 def ranks_of(named: Named, group: dist.ProcessGroup | None) -> tuple[int, ...]:

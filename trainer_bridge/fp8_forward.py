@@ -15,13 +15,15 @@ from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import attention_hooks, hf_names
+from trainer_bridge.adapters import has_adapters
 from trainer_bridge.collective import Leader, ranks_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_norms import convert_norms
 from trainer_bridge.fp8_attention import fake_quantize_kv
 from trainer_bridge.fp8_weights import moves_codes
 from trainer_bridge.participant import Participant, participants_of
-from trainer_bridge.sources import Source, named_tensors, sources
+from trainer_bridge.sources import Named, Source, named_tensors, sources
+from trainer_bridge.wrappers import named_modules
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -64,7 +66,7 @@ class FP8Forward:
         """
         leader = Leader(self.ranks)
         try:
-            found, fault = attempt(named_tensors, self.model)  # quantizes, on each rank
+            found, fault = attempt(_computed_with, self.model)  # quantizes, on each rank
             leader.attempt(_raise_first, leader.collect(fault))
             leader.share(None)
             assert found is not None
@@ -145,15 +147,16 @@ def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8
     """``fp8_forward`` for an engine that keeps these HF tensors in FP8; nothing is asked."""
     from trainer_bridge.fp8_layers import check_kind, convert  # torch._dynamo, which takes a second
 
+    _refuse_adapters(model)
     if absorbed := next((n for n, _ in model.named_modules() if n.endswith("kv_b_proj")), None):
         raise ValueError(
             f"{absorbed} is of MLA, whose engine attends to latents and rounds otherwise than the "
             f"model; fp8_forward does not know it, so train this model without"
         )
     family, found, modules = hf_names.model_type(model), set[str](), dict[str, nn.Module]()
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for attribute, parameter in module.named_parameters(recurse=False):
-            name = hf_names.clean(f"{prefix}.{attribute}")
+            name = f"{prefix}.{attribute}"
             parts = {part for part, _ in hf_names.split(name, tuple(parameter.shape), family)}
             if parts & names:
                 if parts - names:
@@ -162,7 +165,7 @@ def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8
                         f"not, which are one parameter of the model; ignore both or none"
                     )
                 found |= parts
-                modules[hf_names.clean(prefix)] = module
+                modules[prefix] = module
     if names - found or not names:
         raise ManifestError(
             f"the engine keeps {min(names - found, default='nothing')} in FP8, which is no "
@@ -212,9 +215,22 @@ def _kv_scales_of(engine: Participant) -> list[tuple[float, float]] | None:
 
 def _quantized(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter that has codes."""
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for attribute in vars(module).get("fp8_parameters", ()):
-            yield hf_names.clean(f"{prefix}.{attribute}"), getattr(module, attribute)
+            yield f"{prefix}.{attribute}", getattr(module, attribute)
+
+
+def _computed_with(model: nn.Module) -> Named:
+    _refuse_adapters(model)
+    return named_tensors(model)
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    if has_adapters(model):
+        raise ValueError(
+            "the model has adapters of PEFT, which are computed in BF16 beside the codes, while an "
+            "engine has codes of merged weights; with fp8_forward, train whole weights"
+        )
 
 
 def _raise_first(faults: list[Exception | None]) -> None:

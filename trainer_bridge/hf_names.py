@@ -1,22 +1,20 @@
 """Names of the HF checkpoint for the parameters of a trainer's model.
 
 transformers 5 keeps the experts of a layer as one 3-D parameter, while checkpoints (and so SGLang)
-name each expert's matrices, and it has moved parts of some vision-language models. Wrappers add
-prefixes of their own.
+name each expert's matrices, and it has moved parts of some vision-language models.
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import torch
 from torch import nn
 
 from sgl_fp8rl.formats import split_name
+from trainer_bridge.wrappers import unwrapped
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 """Takes one HF tensor out of the parameter that holds it."""
 
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
 _GATE_UP = ".experts.gate_up_proj"
 _DOWN = ".experts.down_proj"
 # Families whose checkpoints call an expert's gate, up and down w1, w3 and w2.
@@ -27,17 +25,9 @@ _FUSED = ("gpt_oss", "llama4", "llama4_text")
 _TOWER_BESIDE = ("qwen2_vl", "qwen2_5_vl")
 
 
-@cache  # every update asks for the same names
-def clean(name: str) -> str:
-    """The parameter's name without what torch.compile, FSDP and checkpointing put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
-    return name
-
-
 def model_type(model: nn.Module) -> str:
-    """``config.model_type`` of a transformers model; empty for others."""
-    return str(getattr(getattr(model, "config", None), "model_type", ""))
+    """``config.model_type`` of a transformers model, wrapped or not; empty for others."""
+    return str(getattr(getattr(unwrapped(model), "config", None), "model_type", ""))
 
 
 def with_experts_of(name: str, family: str) -> str:
@@ -50,7 +40,7 @@ def split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str,
     """The HF tensors that one parameter holds.
 
     Args:
-        name: the parameter's name in the model, already ``clean``; that of its scales is the same
+        name: the parameter's name in the model without wrappers; that of its scales is the same
             with their suffix, and they are cut as it is.
         shape: its whole shape; fused experts are ``[E, 2I, H]`` (gate rows, then up rows) and
             ``[E, H, I]``.

@@ -21,6 +21,8 @@ from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError, twice
 from trainer_bridge import hf_names
+from trainer_bridge.adapters import has_adapters, merged
+from trainer_bridge.wrappers import named_modules, unwrapped
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Named = list[tuple[str, torch.Tensor]]
@@ -64,19 +66,25 @@ class Source:
 def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
     """(Name, tensor) of a module's checkpoint, of a mapping, or of an iterable of pairs.
 
-    A parameter that is whole on this rank comes as a plain tensor. One that ``fp8_forward`` has
-    quantized comes as codes and scales, unless FSDP2 gathers it as it is.
+    A module may be wrapped, and have adapters of PEFT, which are merged. A parameter that is whole
+    on this rank comes as a plain tensor. One that ``fp8_forward`` has quantized comes as codes and
+    scales, unless FSDP2 gathers it as it is.
 
     Raises:
-        ManifestError: the parameters of a module are not those of its checkpoint, a name comes
-            twice, or what it names is no tensor.
+        ManifestError: the parameters of a module are not those of its checkpoint, or it is none,
+            nor a mapping or pairs; a name comes twice, or what it names is no tensor.
     """
     if isinstance(model_or_named_tensors, nn.Module):
         # tied parameters come once, under their first name, as in a checkpoint
         named = _checkpointed(model_or_named_tensors)
-        return [(hf_names.clean(name), _whole_here(tensor)) for name, tensor in named]
+        return [(name, _whole_here(tensor)) for name, tensor in named]
     if isinstance(model_or_named_tensors, Mapping):
         model_or_named_tensors = model_or_named_tensors.items()
+    if not isinstance(model_or_named_tensors, Iterable):  # torch.compile, twice, makes a function
+        raise ManifestError(
+            f"the weights are a {type(model_or_named_tensors).__name__}; pass a module, a mapping, "
+            f"or (name, tensor) pairs"
+        )
     pairs: dict[str, torch.Tensor] = {}
     for name, tensor in model_or_named_tensors:
         if name in pairs:
@@ -193,14 +201,19 @@ def _checkpointed(model: nn.Module) -> Named:
     """Parameters, and those buffers that a checkpoint holds, such as a router's bias.
 
     In one walk, since each takes about a millisecond of an update; but a model may have a
-    ``named_parameters`` of its own.
+    ``named_parameters`` of its own, or adapters.
     """
-    listing = getattr(model.named_parameters, "__func__", None)
+    if has_adapters(model):
+        for module in model.modules():
+            _reshard(module)
+        model = merged(model)
+    inside = unwrapped(model)
+    listing = getattr(inside.named_parameters, "__func__", None)
     is_own = listing is not nn.Module.named_parameters
     found: Named = []
     buffers: Named = []
     seen: set[int] = set()
-    for prefix, module in model.named_modules():  # those outside come before those inside
+    for prefix, module in named_modules(model):  # those outside come before those inside
         _reshard(module)
         quantized = vars(module).get("fp8_parameters", {})
         for name, parameter in () if is_own else module._parameters.items():
@@ -217,7 +230,7 @@ def _checkpointed(model: nn.Module) -> Named:
             if saved and buffer.is_floating_point():
                 buffers.append((name, buffer))
     if is_own:
-        found.extend(model.named_parameters())
+        found.extend(inside.named_parameters())
     return found + buffers
 
 

@@ -16,13 +16,14 @@ from sgl_fp8rl.protocol.states import ABORT
 from trainer_bridge.agreement import PolicyRequest, agree, ask
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
-from trainer_bridge.collective import Leader, ranks_of, unwrapped
+from trainer_bridge.collective import Leader, ranks_of
 from trainer_bridge.connections import opened
 from trainer_bridge.participant import check_required, participants_of
 from trainer_bridge.shard_codes import CODES_REGISTRY
 from trainer_bridge.sources import NamedTensors
 from trainer_bridge.transaction import MissedCommitError, Transaction
 from trainer_bridge.weights import SHARD_REGISTRY, Report, Stream, Weights, WholeModel
+from trainer_bridge.wrappers import group_of
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
@@ -79,13 +80,13 @@ def update(
     a later update is complete.
 
     Args:
-        model_or_named_tensors: a module whose parameters have HF names (plain, or FSDP2 on several
-            ranks), or a mapping or list of (HF checkpoint name, tensor): BF16, FP16, FP32, or
-            FP8 E4M3 codes with ``<name>_scale_inv``. Or an iterator of such pairs, as frameworks
-            provide, for which all ranks gather each tensor together: it is walked once, to its end
-            even if the update fails. A tensor that comes before its turn (in another order than
-            the last time, or behind codes whose scales come later) is copied; at worst that holds
-            the whole model.
+        model_or_named_tensors: a module whose parameters have HF names (plain, or in wrappers in
+            any order; adapters of PEFT are merged), or a mapping or list of (HF checkpoint name,
+            tensor): BF16, FP16, FP32, or FP8 E4M3 codes with ``<name>_scale_inv``. Or an iterator
+            of such pairs, as frameworks provide, for which all ranks gather each tensor together:
+            it is walked once, to its end even if the update fails. A tensor that comes before its
+            turn (in another order than the last time, or behind codes whose scales come later) is
+            copied; at worst that holds the whole model.
         engine: an ``sgl.Engine`` or an ``http://`` address, or a list of them, which commit all or
             none. With FSDP2 or DDP every rank calls, and only the engine of the first is used; the
             others pass None.
@@ -126,8 +127,8 @@ def update(
     if isinstance(model_or_named_tensors, Iterator):
         weights: Weights = Stream(model_or_named_tensors, announce)
     else:
-        model_or_named_tensors, group = unwrapped(model_or_named_tensors, group)
         weights = WholeModel(model_or_named_tensors)
+        group = group or group_of(model_or_named_tensors)
     try:
         result = _update(weights, engine, run, version, kv_scales, in_flight, require, group, clock)
     except Exception:

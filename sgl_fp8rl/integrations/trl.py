@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.integrations.peft import merged
 from sgl_fp8rl.integrations.rollouts import mismatch_log, whole_rollout, without_tokens
 from sgl_fp8rl.integrations.updates import next_version
 from sgl_fp8rl.protocol.attempt import attempt
@@ -36,8 +35,8 @@ def attach(trainer: Any, engine: Any) -> None:
     """Let a ``trl.GRPOTrainer`` sample from an FP8 engine that follows its weights.
 
     Every rank calls it, before ``train``; rank 0 alone speaks with the engine. Ranks may be of DDP
-    or FSDP2. Adapters of PEFT are merged into what is sent, and the trainer's weights are then put
-    back exactly: that takes a copy of the adapted matrices during an update.
+    or FSDP2. Adapters of PEFT are merged into what is sent, a copy of the adapted matrices; the
+    trainer's weights are not touched.
 
     A completion that failed, was aborted or has a token of another policy is left out of baseline
     and loss; ``fp8rl/failed_completions`` counts them. Where all fail, training ends with an error;
@@ -86,10 +85,9 @@ class EngineGeneration:
 
     def sync_weights(self) -> None:
         """Bring the engine to the trainer's weights; TRL calls it once a step."""
-        trainer, accelerator = self._trainer, self._accelerator
+        trainer, run = self._trainer, self.run
         version = self.version = next_version(int(trainer.state.global_step), self.version)
-        with merged(accelerator.unwrap_model(trainer.model)) as model:
-            result = update(model, self._engine, version=version, run=self.run, group=self._group)
+        result = update(trainer.model, self._engine, version=version, run=run, group=self._group)
         self._log({f"{NAME}/update_seconds": result.seconds["total"]})
 
     def generate(

@@ -16,23 +16,6 @@ from trainer_bridge import hf_names
 from trainer_bridge.sources import NamedTensors, Source, named_tensors, sources
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.layers.0.mlp.up.weight", "model.layers.0.mlp.up.weight"),
-        ("_orig_mod.model.norm.weight", "model.norm.weight"),
-        ("module._orig_mod.model.norm.weight", "model.norm.weight"),
-        ("_orig_mod.module.model.norm.weight", "model.norm.weight"),
-        ("model.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.w", "model.layers.0.w"),
-        ("model.layers.0._checkpoint_wrapped_module._orig_mod.w", "model.layers.0.w"),
-        ("model.submodule.weight", "model.submodule.weight"),
-        ("a.module.weight", "a.module.weight"),
-    ],
-)
-def test_clean(name: str, expected: str) -> None:
-    assert hf_names.clean(name) == expected
-
-
 def test_model_type_of_a_plain_module_is_empty() -> None:
     assert hf_names.model_type(nn.Linear(1, 1)) == ""
 

@@ -19,12 +19,13 @@ from trainer_bridge.chain.disk import ChainError, delete_all_but, lock
 from trainer_bridge.chain.files import Tensors
 from trainer_bridge.chain.index import Index, Link, read_index, write_index
 from trainer_bridge.chain.version_writer import VersionWriter
-from trainer_bridge.collective import Leader, check_ranks, ranks_of, unwrapped
+from trainer_bridge.collective import Leader, check_ranks, ranks_of
 from trainer_bridge.connections import connection_to
 from trainer_bridge.layout import check_kv_scales, sources_for
 from trainer_bridge.sources import Named, NamedTensors, check_readable, listed
 from trainer_bridge.tied_head import check_head, on_all_ranks, repeats_here
 from trainer_bridge.update import RUN
+from trainer_bridge.wrappers import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class ChainPublisher:
             OSError: it cannot be written.
             ManifestError: weights, version, run or scales are not valid, or ranks differ.
         """
-        model_or_named_tensors, group = unwrapped(model_or_named_tensors, group)
+        group = group or group_of(model_or_named_tensors)
         named, fault = _listed(model_or_named_tensors)
         ranks = ranks_of(named, group)
         leader = Leader(ranks)

@@ -224,7 +224,12 @@ def _routers(model: nn.Module) -> list[Any]:
     Raises:
         ValueError: none can be replayed.
     """
-    found = [module for module in model.modules() if _is_router(module)]
+    found: list[Any] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if _is_router(module) and module not in inside:
+            found.append(module)  # a wrapper of a router has its attributes, and its output
+            inside.update(module.modules())
     if not found:
         raise _unsupported(model, "has no router of a known kind")
     return found

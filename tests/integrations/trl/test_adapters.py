@@ -1,4 +1,4 @@
-"""LoRA: what is sent is merged, and the trainer's weights stay what they are, to the bit."""
+"""LoRA: what is sent is merged, and the trainer's weights are not touched."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from tests.engine import models
 from tests.integrations.trl.conftest import FakeEngine, Make
 from tests.integrations.trl.tiny import LORA, is_merged, merged_by_hand, same, weights_of
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.sources import named_tensors
 
 
 def test_merging_and_unmerging_alone_would_change_weights(make: Make) -> None:
@@ -29,8 +30,8 @@ def test_adapters_are_sent_merged_and_leave_the_weights_alone(
     update = adapter.update
 
     def keep(model: Any, *args: Any, **keywords: Any) -> Any:
-        assert is_merged(trainer)
-        sent.update({name: t.detach().bfloat16() for name, t in model.named_parameters()})
+        assert not is_merged(trainer)
+        sent.update({name: t.detach().bfloat16() for name, t in named_tensors(model)})
         return update(model, *args, **keywords)
 
     monkeypatch.setattr(adapter, "update", keep)
@@ -50,7 +51,7 @@ def test_modules_that_are_trained_whole_are_sent(
     update = adapter.update
 
     def keep(model: Any, *args: Any, **keywords: Any) -> Any:
-        sent.update({name: t.detach().clone() for name, t in model.named_parameters()})
+        sent.update({name: t.detach().clone() for name, t in named_tensors(model)})
         return update(model, *args, **keywords)
 
     monkeypatch.setattr(adapter, "update", keep)

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from safetensors.torch import save_file
 
 from sgl_fp8rl.integrations import trl as adapter
-from sgl_fp8rl.integrations.peft import MergedView
 from tests.engine import expected, models
 from tests.engine.harness import FORKED, ROOT, START_TIMEOUT_S, Server, end_group, tail
 from tests.integrations.trl import tiny
@@ -138,8 +136,13 @@ def test_adapters_that_are_not_merged_are_seen(
     server: Server, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests with adapters."""
-    monkeypatch.setattr(adapter, "merged", lambda model: nullcontext(MergedView(model)))
-    trainer = make(peft_config=LORA, max_steps=1)
+    trainer, update = make(peft_config=LORA, max_steps=1), adapter.update
+
+    def without(model: Any, *args: Any, **keywords: Any) -> UpdateResult:
+        with model.disable_adapter():
+            return update(model, *args, **keywords)
+
+    monkeypatch.setattr(adapter, "update", without)
     adapter.attach(trainer, server.address)
     trainer.train()
     assert differences(steps_of(trainer))[0] > ADAPTED_DIFFERENCE
