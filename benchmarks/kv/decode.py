@@ -108,8 +108,9 @@ def _int8(inputs: Inputs) -> Arm:
     """INT8 codes with a scale for each token and head, which no engine stores yet."""
     (k, k_scale_SH), (v, v_scale_SH) = map(int8_codes, (inputs.k_SHD, inputs.v_SHD))
     packed = pack_token_scales(k_scale_SH, v_scale_SH)
-    values = (c.float() * s[..., None] for c, s in ((k, k_scale_SH), (v, v_scale_SH)))
-    meant = replace(inputs, **dict(zip(("k_SHD", "v_SHD"), values, strict=True)))
+    meant = replace(
+        inputs, k_SHD=k.float() * k_scale_SH[..., None], v_SHD=v.float() * v_scale_SH[..., None]
+    )
     load, tables = inputs.load, kernels.page_tables(inputs)
     lengths_B = tables.forward_metadata.cache_seqlens_int32
     pages = Pages(tables._get_layer_page_table(None, None), kernels.PAGE, lengths_B)

@@ -190,8 +190,8 @@ def paged_decode(call: Call) -> torch.Tensor:
     call.store()
     (k_descale_h,) = mine.factors[FA3]
     k_scale_h = k_descale_h if call.kwargs.get("fp8rl_q_is_ready") else mine.k_scale_h
-    caches = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-    codes = Codes(*caches, k_scale_h, mine.v_scale_h)
+    k_cache, v_cache = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    codes = Codes(k_cache, v_cache, k_scale_h, mine.v_scale_h)
     lengths_B = backend.forward_metadata.cache_seqlens_int32
     table_BP = backend._get_layer_page_table(layer, call.forward_batch)
     pages = Pages(table_BP, backend.page_size, lengths_B)

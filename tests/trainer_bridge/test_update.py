@@ -442,7 +442,7 @@ def refused(engine: FakeEngine, tensors: Any, version: Any, fault: str) -> None:
     assert "end" not in engine.ops
 
 
-@pytest.mark.parametrize("version", [-1, True, 1.5, "1", None, torch.tensor(3)])
+@pytest.mark.parametrize("version", [-1, True, 1.5, "1", None, torch.tensor([3])])
 def test_a_version_that_is_no_whole_number(version: Any) -> None:
     refused(engine_of(1), toy.checkpoint(), version, "whole number")
 
