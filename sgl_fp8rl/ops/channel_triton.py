@@ -21,6 +21,7 @@ from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
 from sgl_fp8rl.ops.weight_quant_triton import (
     DTYPES,
     FLOOR,
+    INF,
     OPTIONS,
     TOP_SCALE,
     Bases,
@@ -177,6 +178,7 @@ def _quantize_rows(
         else:
             codes = exact.to(tl.float8e4nv)  # as weight_quant_triton, without a clamp
         tl.store(target + start + col, codes, mask=inside)
-    if tl.min((scale <= TOP_SCALE).to(tl.int32), axis=0) == 0:
+    # by bits first: the largest of NaN and a number is the number on a GPU, so no scale is NaN
+    if (tl.max(top, axis=0) >= INF) | (tl.max(scale, axis=0) > TOP_SCALE):
         tl.atomic_min(status, tl.load(descriptor + 10), sem="relaxed")
     tl.atomic_add(status + 1, 1, sem="relaxed")
