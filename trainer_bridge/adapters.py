@@ -156,7 +156,7 @@ class _Merge:
                     f"two, which an engine of this model cannot hold; adapt both alike by "
                     f"ensure_weight_tying=True of PEFT, or train and serve the model untied"
                 )
-            owner._parameters[leaf] = first
+            owner.register_parameter(leaf, first)
 
 
 def _in_use(wrapper: Any) -> nn.Module:

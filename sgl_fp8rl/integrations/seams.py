@@ -63,6 +63,7 @@ FRAMEWORKS = {
                 *("vllm_importance_sampling_mode", "vllm_importance_sampling_correction"),
                 *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
                 *("max_completion_length", "eos_token_ids", "tools", "loss_type"),
+                *("rollout_func", "_calculate_rewards"),
             ),
             *_members(
                 "trl.trainer.grpo_config",

@@ -47,7 +47,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel: zipfile.ZipFile) ->
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".json") or path.name == "py.typed"
+        if path.suffix in (".py", ".json", ".cu") or path.name == "py.typed"
     }
     packed = {path for path in wheel.namelist() if ".dist-info/" not in path}
     assert packed == expected

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
@@ -198,7 +197,8 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_freed_memory_and_quantized_weights_are_named() -> None:
     layer = nn.Sequential(nn.Linear(128, 128, bias=False, dtype=toy.BF16))
-    quantize_(layer, Int8WeightOnlyConfig())
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
     engine, tensors = engine_of(tied=True), checkpoint(0)
     for weight, why in (
         (freed(torch.ones(128, dtype=toy.BF16)), "has no data here"),

@@ -84,6 +84,7 @@ def test_flashinfer_is_wrapped_where_it_decodes_for_us(
 ) -> None:
     done = []
     monkeypatch.setattr(kv_setup, "wrap_plans", lambda: done.append("wrap"))
+    monkeypatch.setattr(kv_setup, "log_start", lambda model: None)
     runner = SimpleNamespace(
         model=torch.nn.Module(),
         model_config=SimpleNamespace(quantization=quantization),

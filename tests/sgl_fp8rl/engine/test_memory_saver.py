@@ -126,8 +126,11 @@ def test_nothing_generates_on_released_memory(
     monkeypatch.setattr(guards, "refuse", lambda _, asked, *why: refused.append(why))
     served: list[Any] = []
 
+    scheduler = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
+    request = SimpleNamespace(input_ids=[1, 2], mm_inputs=None)
+
     def ask() -> None:
-        guards.refuse_generation(lambda _, asked: served.append(asked), None, "request")
+        guards.refuse_generation(lambda _, asked: served.append(asked), scheduler, request)
 
     ask()
     release(updater, "kv_cache")
