@@ -195,7 +195,7 @@ def paged_decode(call: Call) -> torch.Tensor:
     lengths_B = backend.forward_metadata.cache_seqlens_int32
     table_BP = backend._get_layer_page_table(layer, call.forward_batch)
     pages = Pages(table_BP, backend.page_size, lengths_B)
-    q = call.q.unflatten(-1, (layer.tp_q_head_num, layer.head_dim)).flatten(0, -3)
+    q = call.q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
     window = layer.sliding_window_size if layer.sliding_window_size >= 0 else None
     out = _paged_attention(q, codes, pages, layer.scaling, window, mine)
     return out.view(-1, layer.tp_q_head_num * layer.head_dim)
@@ -214,9 +214,11 @@ def _paged_attention(
         return attend(q_NQD, codes, pages, scaling, window).to(q_NQD.dtype)
     from sgl_fp8rl.ops.paged_decode_cuda import attend as attend_on_gpu
 
-    if mine.layer_index == 0:  # the first of a step, in a captured graph, too
+    # with the first layer of a step, in a captured graph, too; or where two batches take turns
+    if mine.layer_index == 0 or workspace.planned is not pages.lengths_B:
         workspace.plan(pages.lengths_B)
-    return attend_on_gpu(q_NQD, codes, pages, workspace, scaling, window)
+    q = q_NQD.to(torch.bfloat16)
+    return attend_on_gpu(q, codes, pages, workspace, scaling, window).to(q_NQD.dtype)
 
 
 def _times_heads(

@@ -105,7 +105,7 @@ def _prepare_decode(runner: Any) -> None:
     """Compile our decode kernel and give it its workspace.
 
     Raises:
-        ValueError: no kernel has the shape of the model's heads.
+        ValueError: no kernel has the shape of the model's heads, or cuda.core cannot launch it.
     """
     from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 
@@ -113,7 +113,8 @@ def _prepare_decode(runner: Any) -> None:
     scales = runner.model.fp8rl_kv
     scales.workspace = Workspace(
         runner.token_to_kv_pool.size,
-        runner.req_to_token_pool.size,
+        # the largest graph may round it up to the ranks, and to two batches
+        runner.req_to_token_pool.size + 2 * compat.get_tp_group().world_size,
         layer.tp_k_head_num,
         layer.tp_q_head_num // layer.tp_k_head_num,
         layer.head_dim,

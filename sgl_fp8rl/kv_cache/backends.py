@@ -167,12 +167,18 @@ def check_resolved(server_args: Any) -> None:
 
     Raises:
         ValueError: a backend cannot apply scales, a graph would hide the prefill that measures
-            them, or the cache is split over ranks.
+            them, the cache is split over ranks, or decode is to be deterministic and is not.
     """
     both = server_args.attention_backend
     prefill = server_args.prefill_attention_backend or both
     decode = server_args.decode_attention_backend or both
     check(prefill, decode, capability())
+    is_asked = server_args.enable_deterministic_inference or server_args.rl_on_policy_target
+    if is_asked and decode == TRTLLM_MHA:  # SGLang looks at attention_backend alone
+        raise ValueError(
+            f"{TRTLLM_MHA} decodes an FP8 KV cache with sums that depend on the batch where many "
+            f"sequences share a prefix; add --decode-attention-backend flashinfer"
+        )
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     asked = (server_args.cuda_graph_backend_prefill, getattr(graphs, "backend", None))
     # breakable and piecewise graphs run attention between their pieces; a full graph replays it

@@ -1,8 +1,8 @@
 // Attention of decode steps over a paged KV cache of 8-bit codes: products in FP16, sums in FP32.
 // Memory bounds it: bytes are read once, and about a third of the issue slots convert and multiply.
 //
-// Work is cut by context alone: a split is SPLIT tokens of a sequence, counted from its start, and an item is a split
-// of one KV head. A block takes every gridDim.x-th item. Its four warps take the tiles of an item in turn, keep their
+// Work is cut by context alone, where its plan fits the workspace: a split is SPLIT tokens of a sequence, counted from
+// its start, and an item is a split of one KV head. A block takes every gridDim.x-th item. Its four warps take the tiles of an item in turn, keep their
 // own softmax and copy ahead, over the borders of items; a fifth warp merges the four. merge_splits merges splits in
 // their order. So an output depends on no other sequence of the batch.
 //
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
     for (int c = 0; c < COLUMN_TILES; c++) top[c][0] = top[c][1] = LOWEST;
     for (int token = begin_of(found); token < end; token += WARPS * TILE) {
       copy_tile();
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1));
+      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
       __syncwarp();
       const unsigned char *from = stages + stage * STAGE_BYTES;
       float s[ROWS][COLUMN_TILES][4] = {};  // tokens g and g + 8, columns 2 t and 2 t + 1
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32) merge_splits(PARA
   __shared__ float4 sums[MERGE_WARPS][QUADS]; __shared__ float totals[MERGE_WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = group * queries;
   constexpr int EACH = (QUADS + 31) / 32;
-  asm volatile("griddepcontrol.wait;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int at = blockIdx.x; at < sequences * heads * columns; at += gridDim.x) {
     const int sequence = at / (heads * columns), rest = at % (heads * columns), start = first[sequence], splits = first[sequence + 1] - start;
     if (splits <= 1) continue;

@@ -7,6 +7,7 @@ query heads, H KV heads, S slots of the cache, D head dim.
 
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _STAGE_BYTES = 64 << 10
 """About, of a block: two of them keep 128 KiB of an SM in flight."""
 SOURCE = Path(__file__).with_name("paged_decode.cu")
 _EVERYTHING = 1 << 30
+_CUDA_CORE = [1, 2]
+"""The first with programmatic stream serialization."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -53,7 +56,10 @@ class Workspace:
         is_int8: bool = False,
     ) -> None:
         check_shape(dim, columns)
+        check_installed()
         self.columns = columns
+        self.planned: torch.Tensor | None = None
+        """The lengths that the plan is of."""
         # compiled here, never while a graph is captured
         self.kernels = _kernels(device, dim, -(-columns // _COLUMNS_OF_TILE), is_int8)
         splits = tokens // SPLIT + sequences  # a plan that needs more takes longer ones
@@ -73,6 +79,7 @@ class Workspace:
                 f"a decode step has {len(lengths_B)} sequences, more than the "
                 f"{len(self.first) - 2} that its workspace was made for"
             )
+        self.planned = lengths_B
         config = _config(1, _PLAN_THREADS, 0, follows=False)
         _launch(
             self.kernels.plan,
@@ -98,7 +105,8 @@ def attend(
     Reads the plan that ``Workspace.plan`` made of ``pages.lengths_B`` in this stream.
 
     Args:
-        q_NQD: BF16, the same number of tokens for each sequence; its last two dims contiguous.
+        q_NQD: BF16, the same number of tokens for each sequence, of which each has at least so
+            many.
         window: a token sees so many before it; None for all.
 
     Raises:
@@ -106,7 +114,14 @@ def attend(
     """
     (n, query_heads, dim), heads = q_NQD.shape, codes.k_SHD.shape[1]
     sequences, group = len(pages.lengths_B), query_heads // heads
-    queries = n // sequences
+    queries, rest = divmod(n, sequences)
+    if rest or q_NQD.dtype != torch.bfloat16:
+        raise ValueError(
+            f"a decode step of {sequences} sequences has a q of {n} tokens in {q_NQD.dtype}; pass "
+            f"as many tokens for each, in bfloat16"
+        )
+    if q_NQD.stride()[1:] != (dim, 1):
+        q_NQD = q_NQD.contiguous()
     columns, kernels = group * queries, workspace.kernels
     if columns > workspace.columns:
         raise ValueError(
@@ -157,8 +172,27 @@ def check_shape(dim: int, columns: int) -> None:
     """
     if dim not in HEAD_DIMS or not 0 < columns <= MAX_COLUMNS:
         raise ValueError(
-            f"no decode kernel attends with {columns} query heads a KV head of size {dim}; sizes "
-            f"are {', '.join(map(str, HEAD_DIMS))}, and at most {MAX_COLUMNS} heads"
+            f"no decode kernel attends with {columns} query heads a KV head of size {dim}: sizes "
+            f"are {', '.join(map(str, HEAD_DIMS))}, and at most {MAX_COLUMNS} heads; use "
+            f"--decode-attention-backend flashinfer"
+        )
+
+
+def check_installed() -> None:
+    """Check that cuda.core can launch kernels that overlap.
+
+    Raises:
+        ValueError: it is missing, or too old.
+    """
+    try:
+        found = version("cuda-core")
+    except PackageNotFoundError:
+        found = "none"
+    numbers = [int(part) if part.isdigit() else -1 for part in found.split(".")[:2]]
+    if numbers < _CUDA_CORE:
+        raise ValueError(
+            f"the decode kernel of an FP8 KV cache needs cuda-core 1.2 or newer, and {found} is "
+            f"installed; pip install 'cuda-core>=1.2', or use --decode-attention-backend flashinfer"
         )
 
 

@@ -130,6 +130,32 @@ def test_formats() -> None:
     assert not any(map(backends.check_dtype, (None, "auto", "bf16", "bfloat16")))
 
 
+@pytest.mark.parametrize("flag", ["enable_deterministic_inference", "rl_on_policy_target"])
+@pytest.mark.parametrize(("decode", "is_refused"), [(TRTLLM_MHA, True), ("flashinfer", False)])
+def test_a_decode_that_depends_on_the_batch_is_not_deterministic(
+    flag: str, decode: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own check looks at ``attention_backend`` alone."""
+    monkeypatch.setattr(backends, "capability", lambda: HOPPER)
+    asked: dict[str, Any] = dict.fromkeys(("enable_deterministic_inference", "rl_on_policy_target"))
+    arguments = SimpleNamespace(
+        attention_backend="fa3",
+        prefill_attention_backend=None,
+        decode_attention_backend=decode,
+        cuda_graph_config=None,
+        cuda_graph_backend_prefill=None,
+        **asked | {flag: True},
+    )
+    if is_refused:
+        with pytest.raises(ValueError, match="--decode-attention-backend flashinfer"):
+            backends.check_resolved(arguments)
+    else:
+        backends.check_resolved(arguments)
+    for name in asked:
+        setattr(arguments, name, None)
+    backends.check_resolved(arguments)
+
+
 # -- through the arguments of SGLang
 
 
