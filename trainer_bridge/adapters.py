@@ -21,12 +21,18 @@ _NOT_WEIGHTS = ("XLORA", "ADAPTION_PROMPT")
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether PEFT's adapters are in a model, or around it."""
-    peft: Any = sys.modules.get("peft")
-    if peft is None:  # then nobody has made one
-        return False
-    around = peft.PeftModel, peft.PeftMixedModel
-    inside = peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper
-    return any(isinstance(each, around + inside) for each in model.modules())
+    kinds = (
+        *_classes("peft", "PeftModel", "PeftMixedModel"),
+        *_classes("peft.tuners.tuners_utils", "BaseTunerLayer"),
+        *_classes("peft.utils.other", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"),
+    )
+    return any(isinstance(each, kinds) for each in model.modules())
+
+
+def _classes(module: str, *names: str) -> tuple[type, ...]:
+    """Those that this version of PEFT has; none where nobody has imported it."""
+    found = (getattr(sys.modules.get(module), name, None) for name in names)
+    return tuple(each for each in found if each is not None)
 
 
 def merged(model: nn.Module) -> nn.Module:
@@ -86,7 +92,7 @@ class _Merge:
 
     def _made(self, module: Any) -> nn.Module:
         peft: Any = sys.modules["peft"]
-        if isinstance(module, peft.utils.other.TrainableTokensWrapper):
+        if isinstance(module, _classes("peft.utils.other", "TrainableTokensWrapper")):
             self._names[module.token_adapter] = self._names[module]
             return self.plain(module.token_adapter)
         if isinstance(module, peft.utils.other.ModulesToSaveWrapper):

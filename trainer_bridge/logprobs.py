@@ -142,7 +142,9 @@ def _warn_of_dropout(model: nn.Module) -> None:
         for name, value in numbers:
             if not isinstance(value, float) or value <= 0:
                 continue
-            if not re.search("drop|jitter", f"{type(module).__name__}.{name}", re.IGNORECASE):
+            if not re.search(
+                "drop(?!less)|jitter", f"{type(module).__name__}.{name}", re.IGNORECASE
+            ):
                 continue
             found = f"{path}.{name} is {value}"
             if found not in _warned:

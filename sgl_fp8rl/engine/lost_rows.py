@@ -39,10 +39,10 @@ def note(logits_output: Any, lost_B: torch.Tensor) -> None:
     logits_output.fp8rl_lost = Lost(noted, done)
 
 
-def lost_before_draw(logits_BV: torch.Tensor) -> torch.Tensor:
-    """Rows that no draw can take: with NaN or Inf, or all -Inf. They become zeros."""
+def lost_before_draw(logits_BV: torch.Tensor, temperatures_B1: torch.Tensor) -> torch.Tensor:
+    """Rows that no draw can take: with NaN or Inf once divided, or all -Inf. They become zeros."""
     compat.sanitize_nan_logits(logits_BV, "logits")  # where SGLang is told to
-    lost_B = ~logits_BV.amax(-1).isfinite()
+    lost_B = ~(logits_BV.amax(-1) / temperatures_B1[: len(logits_BV)].view(-1)).isfinite()
     logits_BV.masked_fill_(lost_B.unsqueeze(1), 0.0)
     return lost_B
 
@@ -62,6 +62,7 @@ def fail_lost(original: Any, processor: Any, batch: Any, result: Any, *more: Any
         for row in lost.rows_B.nonzero().flatten().tolist():
             request = batch.reqs[row]
             # a part of a prompt brings no token yet
-            if request.inflight_middle_chunks <= 0 and not request.finished():
+            goes_on = not (request.finished() or request.is_retracted)
+            if request.inflight_middle_chunks <= 0 and goes_on:
                 request.to_finish = compat.FINISH_ABORT(MESSAGE, HTTPStatus.INTERNAL_SERVER_ERROR)
     return original(processor, batch, result, *more)

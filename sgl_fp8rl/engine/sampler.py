@@ -59,7 +59,7 @@ def fast_sample(
             tokens_B = stock()
             lost_B = lost_rows.lost_of_greedy(logits_BV, tokens_B)
         else:
-            lost_B = lost_rows.lost_before_draw(logits_BV)
+            lost_B = lost_rows.lost_before_draw(logits_BV, sampling_info.temperatures)
             tokens_B = stock()
         lost_rows.note(logits_output, lost_B)
         return tokens_B

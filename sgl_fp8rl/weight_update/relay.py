@@ -96,9 +96,17 @@ class Relay:
         except Empty:
             raise TimeoutError("no trainer connected in time") from None
 
+    def _shut(self) -> None:
+        """Let nobody in any more, a trainer that came too late neither."""
+        self._door.shut()
+        with self._sending:
+            self._has_come = True
+        while not self._came.empty():
+            self._came.get().close()
+
     def _run(self, sockets: list[str], token: str) -> None:
         with ExitStack() as stack:
-            stack.callback(self._door.shut)
+            stack.callback(self._shut)
             try:
                 peer = stack.enter_context(self._await_trainer())
                 peer.settimeout(self._silence_s)

@@ -1,6 +1,8 @@
 """A relay's TCP port: who shows the session's token comes in, and who is silent holds up nobody."""
 
+import errno
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +13,9 @@ from sgl_fp8rl.weight_update.rank_server import holds
 MOST_STRANGERS = 64
 """Connections that may not have shown the token yet. Trainers show it at once, so the oldest makes
 way for the next one."""
+NO_ROOM_S = 0.1
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""The process or the system has no file descriptor or memory for a peer now."""
 
 
 class Door:
@@ -55,6 +60,11 @@ class Door:
                 try:
                     peer, _ = self._listener.accept()
                 except ConnectionError:  # it left before
+                    continue
+                except OSError as error:
+                    if error.errno not in _NO_ROOM:
+                        raise
+                    time.sleep(NO_ROOM_S)
                     continue
                 with self._lock:
                     self._strangers[peer] = None

@@ -196,7 +196,7 @@ class Request:
 
     def __init__(self, *, finished: bool = False, chunks: int = 0) -> None:
         self.inflight_middle_chunks, self.to_finish = chunks, None
-        self.finished = lambda: finished
+        self.finished, self.is_retracted = (lambda: finished), False
 
 
 def test_lost_requests_are_to_finish_with_an_error_before_their_tokens_are_taken_up() -> None:
