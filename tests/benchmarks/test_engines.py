@@ -55,10 +55,9 @@ def test_the_plugin_serves_every_fp8_kv_cache_of_ours() -> None:
     for name, stock, given in keywords():
         if "kv_cache_dtype" in given and not stock:
             chosen = given | backends.choose(given, (9, 0))
-            prefill = "flashinfer" if name.endswith("-flashinfer") else "fa3"
             assert [chosen[argument] for argument in backends.ARGUMENTS] == [
-                prefill,
-                prefill,
+                "flashinfer",
+                "flashinfer",
                 "trtllm_mha",
                 64,
             ], name

@@ -95,7 +95,7 @@ def decode_layout(data: bytes) -> None:
 
 def decode_tensors(data: bytes) -> None:
     client: Any = SimpleNamespace(control=lambda message, timeout_s=9.0: parse(data))
-    named, _ = announced(None, client, torch.bfloat16, ["a"])
+    named = announced(None, client, torch.bfloat16, ["a"])
     describe(named)
 
 

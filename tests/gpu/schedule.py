@@ -32,7 +32,15 @@ TOGETHER = (
     ("gemms",),
     ("expert_tiles", "experts"),
     ("kv_triton", "qk_rope"),
-    ("flashinfer_plans", "kv_attention", "activation", "correction", "precision", "fp8_forward"),
+    (
+        "flashinfer_plans",
+        "kv_attention",
+        "paged_decode",
+        "activation",
+        "correction",
+        "precision",
+        "fp8_forward",
+    ),
     (
         "delta",
         "delta_scatter",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -191,7 +192,8 @@ def test_ranks_learn(
     assert (result["wrapper"] == "DistributedDataParallel") is not result["sharded"]
     steps = result["steps"]
     assert [row["fp8rl/policy_version"] for row in steps] == list(range(12))
-    assert max(differences(steps)) < MEAN_DIFFERENCE
+    # of all steps: where the policy is sharp, few tokens have made 0.07 of one
+    assert fmean(differences(steps)) < MEAN_DIFFERENCE
     rewards = [row["reward"] for row in steps]
     # 0.49 and 0.48, 1.00 and 1.00 in each of seven runs
     assert max(rewards[:2]) < 0.6
