@@ -29,7 +29,7 @@ def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(each, kinds) for each in model.modules())
 
 
-def _classes(module: str, *names: str) -> tuple[type, ...]:
+def _classes(module: str, *names: str) -> tuple[Any, ...]:
     """Those that this version of PEFT has; none where nobody has imported it."""
     found = (getattr(sys.modules.get(module), name, None) for name in names)
     return tuple(each for each in found if each is not None)
