@@ -63,7 +63,7 @@ def check_server_args(server_args: Any, options: Fp8RLServerArgs) -> None:
             grammar's masks cannot be applied here.
     """
     if options.network == "nixl":
-        nixl_memory.check_installed()
+        nixl_memory.check_usable()
     refuse_layout(server_args)
     refuse_kv_cache(server_args, options)
     refuse_second_key(server_args, options.key)

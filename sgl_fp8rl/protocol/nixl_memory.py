@@ -6,6 +6,7 @@ memory: a wrong metadata blob can crash NIXL's C++, so an engine never reads a t
 
 import base64
 import binascii
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ import torch
 
 from sgl_fp8rl.protocol.values import excerpt
 
+TRANSPORTS = "UCX_TLS"
+"""UCX's variable of the transports that it may use, or, after ^, of those that it may not."""
 INSTALL = "install NIXL with pip install --no-deps nixl nixl-cu13 (nixl-cu12 for CUDA 12)"
 MOST_METADATA = 1 << 20
 """Characters; NIXL's of one region has some 500."""
@@ -28,16 +31,25 @@ class NixlError(ValueError):
     """Memory that NIXL cannot reach, or a transfer that failed."""
 
 
-def check_installed() -> None:
-    """Check that NIXL can be imported.
+def check_usable() -> None:
+    """Check that NIXL can be imported, and lets nobody in.
 
     Raises:
-        NixlError: it cannot.
+        NixlError: it cannot, or nobody said whether UCX may use plain TCP, over which it checks no
+            key.
     """
     try:
         import nixl._api  # noqa: F401
     except ImportError as error:
         raise NixlError(f"NIXL cannot be imported ({error}); {INSTALL}") from error
+    transports = os.environ.get(TRANSPORTS, "all")
+    named = transports.removeprefix("^").split(",")
+    if "tcp" not in named if transports.startswith("^") else "all" in named:
+        raise NixlError(
+            "NIXL may use plain TCP here, over which whoever reaches its port can write anywhere "
+            f"in this process; set {TRANSPORTS} to the transports of your RDMA network (such as "
+            "rc,ud,sm,self), or to tcp,sm,self where nobody else reaches this network"
+        )
 
 
 class Exposed:
@@ -152,7 +164,7 @@ _WRITERS: WeakValueDictionary[str, Writer] = WeakValueDictionary()
 
 def _agent() -> Any:
     """One for each use: what it registered and whom it knows goes with it."""
-    check_installed()
+    check_usable()
     from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
     strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # threads of a relay share one

@@ -39,7 +39,7 @@ def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
         FORKED,
         policies("qwen3")[0],
         *("--fp8rl-bucket-bytes", "1MiB", "--fp8rl-listen", "any", "--fp8rl-network", "nixl"),
-        environment={"FP8RL_KEY": KEY},
+        environment={"FP8RL_KEY": KEY, nixl_memory.TRANSPORTS: "tcp,sm,self"},
         key=KEY,
     ) as started:
         yield started
@@ -49,6 +49,7 @@ def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def remote(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     leave_the_host(monkeypatch, tmp_path)
     monkeypatch.setenv("FP8RL_KEY", KEY)
+    monkeypatch.setenv(nixl_memory.TRANSPORTS, "tcp,sm,self")
     yield
     trainer_bridge.close(server)
 
@@ -141,7 +142,7 @@ def test_a_trainer_without_nixl(
 
     trainer_bridge.close(server)
     nixl_memory._WRITERS.clear()
-    monkeypatch.setattr(nixl_memory, "check_installed", missing)
+    monkeypatch.setattr(nixl_memory, "check_usable", missing)
     policy = policies("qwen3")[3]
     assert_serves(server, policy, update(server, policy))
     assert not written

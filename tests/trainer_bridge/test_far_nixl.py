@@ -1,7 +1,11 @@
 """Updates of an engine on another host by NIXL: real sessions and transfers, ranks in threads."""
 
+import sys
+from types import ModuleType
+
 import pytest
 
+from sgl_fp8rl.protocol import nixl_memory
 from sgl_fp8rl.protocol.nixl_memory import Writer
 from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from tests.fuzz.decoder import to_frames
@@ -23,6 +27,28 @@ def test_a_relay_that_exposes_nothing_takes_no_chunk_as_written(also: dict[str, 
         relay._pass_message(sock, sock)
         with pytest.raises(ValueError, match="not exposed"):
             relay._pass_message(sock, sock)
+
+
+@pytest.fixture(autouse=True)
+def closed_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(nixl_memory.TRANSPORTS, "tcp,sm,self")
+
+
+@pytest.mark.parametrize("transports", [None, "all", "rc,all", "^ud"])
+def test_plain_tcp_needs_a_word(transports: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches a port of UCX's could write anywhere in the process."""
+    for name in ("nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    nixl_memory.check_usable()
+    for sound in ("^tcp", "rc,ud,sm,self"):
+        monkeypatch.setenv(nixl_memory.TRANSPORTS, sound)
+        nixl_memory.check_usable()
+    if transports is None:
+        monkeypatch.delenv(nixl_memory.TRANSPORTS)
+    else:
+        monkeypatch.setenv(nixl_memory.TRANSPORTS, transports)
+    with pytest.raises(nixl_memory.NixlError, match=nixl_memory.TRANSPORTS):
+        nixl_memory.check_usable()
 
 
 def nixl_engine(bucket_bytes: int, image_bytes: int = 0) -> FakeEngine:
