@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import ABORT
-from trainer_bridge.arguments import plain
+from trainer_bridge.arguments import as_python
 from trainer_bridge.rank_values import exchanged
 
 
@@ -33,7 +33,7 @@ def ask(
         ManifestError: the policy is invalid.
     """
     check()
-    policy = check_policy(own_run if run is None else run, plain(version))
+    policy = check_policy(own_run if run is None else run, as_python(version))
     return PolicyRequest(policy, check_in_flight(in_flight), run is not None)
 
 

@@ -17,7 +17,7 @@ LARGEST_WHOLE = 2**63 - 1
 _NO_ID = LARGEST_WHOLE + 1
 
 
-def plain(value: Any) -> Any:
+def as_python(value: Any) -> Any:
     """NumPy's and torch's numbers and arrays as Python's numbers and lists; all else as it is."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray | torch.Tensor) else value
 
@@ -31,8 +31,8 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST_WHOLE) -> int:
     Raises:
         ValueError: it is of another kind (2.0 and True are), or out of range.
     """
-    found = plain(value)
-    if isinstance(found, int) and not isinstance(found, bool) and least <= found <= most:
+    found = as_python(value)
+    if _is_whole(found) and least <= found <= most:
         return int(found)
     bounds = f"from {least} up" if most == LARGEST_WHOLE else f"from {least} to {most}"
     raise ValueError(f"{name} is {shown(value)}; pass a whole number {bounds}")
@@ -44,10 +44,9 @@ def real(name: str, value: Any, *, above: bool = False, most: float = sys.float_
     Raises:
         ValueError: it is of another kind (text and booleans are), NaN, infinite or out of range.
     """
-    found = plain(value)
+    found = as_python(value)
     if (
-        isinstance(found, float | int)
-        and not isinstance(found, bool)
+        (isinstance(found, float) or _is_whole(found))
         and 0 <= found <= most
         and (found > 0 or not above)
     ):
@@ -72,7 +71,7 @@ def flag(name: str, value: Any) -> bool:
     Raises:
         ValueError: it is of another kind, as the text "false" is.
     """
-    found = plain(value)
+    found = as_python(value)
     if isinstance(found, int) and found in (0, 1):
         return bool(found)
     raise ValueError(f"{name} is {shown(value)}; pass True or False")
@@ -89,11 +88,11 @@ def token_ids(name: str, row: Any) -> list[int]:
         ValueError: it is of another kind, as text, bytes and a tokenizer's dict are, or it holds
             text, floats or booleans.
     """
-    found = plain(row)
+    found = as_python(row)
     if is_listed(found):
         ids = list(found)
         if not set(map(type, ids)) <= {int}:  # of most rows it is, and to look at each takes long
-            ids = [plain(each) for each in ids]
+            ids = [as_python(each) for each in ids]
             ids = [int(each) if _is_whole(each) else _NO_ID for each in ids]
         if not ids or max(-min(ids), max(ids)) <= LARGEST_WHOLE:
             return ids
@@ -114,7 +113,7 @@ def token_rows(name: str, rows: Any) -> list[list[int]]:
         rows: a list of what ``token_ids`` takes, or a two-dimensional array or tensor.
 
     Raises:
-        ValueError: it is no list, or a row is not token ids.
+        ValueError: it is not a list, or a row has other things than token ids.
     """
     return [token_ids(f"{name}[{index}]", row) for index, row in enumerate(listed(name, rows))]
 
@@ -125,7 +124,7 @@ def listed(name: str, rows: Any) -> Sequence[Any]:
     Raises:
         ValueError: it is of another kind, as text and a dict are.
     """
-    found = plain(rows)
+    found = as_python(rows)
     if is_listed(found):
         return found  # type: ignore[no-any-return]
     raise ValueError(f"{name} is {shown(rows)}; pass a list, or an array or a tensor of rows")

@@ -10,7 +10,7 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import FINISH
 from sgl_fp8rl.protocol.values import excerpt
-from trainer_bridge.arguments import plain
+from trainer_bridge.arguments import as_python
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineError
 from trainer_bridge.transport.rank_client import (
@@ -184,7 +184,7 @@ def check_required(require: int | None, engines: int) -> int:
     Raises:
         ManifestError: ``require`` asks for none, or for more than there are.
     """
-    require = plain(require)
+    require = as_python(require)
     if require is None:
         return engines
     if type(require) is not int or not 1 <= require <= engines:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from trainer_bridge.arguments import flag, is_listed, plain, real, shown, token_ids, whole
+from trainer_bridge.arguments import as_python, flag, is_listed, real, shown, token_ids, whole
 
 GREEDY_BELOW = 1e-6  # SGLang samples greedily below this temperature, from unscaled logits
 LARGEST_SEED = 1 << 62
@@ -86,7 +86,7 @@ def read_sampling(sampling: Mapping[str, Any]) -> tuple[int, float, dict[str, An
             f"such as {{'max_new_tokens': 256}}"
         )
     given = {
-        name: list(value) if isinstance(value, set | frozenset) else plain(value)
+        name: list(value) if isinstance(value, set | frozenset) else as_python(value)
         for name, value in sampling.items()
         if value is not None
     }

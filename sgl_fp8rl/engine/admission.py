@@ -22,8 +22,7 @@ WRONG_KIND = (
     *(TypeError, AttributeError, OverflowError, RecursionError),
     *(msgspec.MsgspecError, re.error),
 )
-"""What SGLang raises for a value of another type than it computes with, sends or decodes, and for
-what is no regex."""
+"""What SGLang raises for a value of the wrong type, and for an invalid regex."""
 OPAQUE = ("mm_inputs", "mm_data_mooncake", "time_stats")
 """Fields of a request that SGLang sends pickled."""
 
@@ -44,7 +43,8 @@ def check_kinds(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) ->
 
 
 def why_not_ids(given: Any) -> str | None:
-    """Why this is no prompt of token ids, nor a list of prompts; None if it is, or is not there."""
+    """Why the token ids of a prompt, or of a list of prompts, are refused; None if they are valid
+    or not given."""
     if given is None:
         return None
     if not isinstance(given, Iterable):

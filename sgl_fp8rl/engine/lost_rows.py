@@ -1,4 +1,4 @@
-"""Requests whose logits are no distribution, as where activations overflow: they fail alone.
+"""Requests with NaN or infinite logits, as where activations overflow: each fails alone.
 
 Stock's draw raises on NaN, on a GPU by an assertion that ends its context. Here such a row draws
 some token, and is noted beside the logits until the scheduler takes up the tokens. Nothing waits

@@ -13,7 +13,7 @@ from torch import nn
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import hf_names
 from trainer_bridge.agreement import PolicyRequest, agree, ask
-from trainer_bridge.arguments import plain
+from trainer_bridge.arguments import as_python
 from trainer_bridge.chain import files
 from trainer_bridge.chain.disk import ChainError, delete_all_but, lock
 from trainer_bridge.chain.files import Tensors
@@ -58,7 +58,7 @@ class ChainPublisher:
         anchor_every: int = 16,
         budget_bytes: int | None = None,
     ) -> None:
-        anchor_every, budget_bytes = plain(anchor_every), plain(budget_bytes)
+        anchor_every, budget_bytes = as_python(anchor_every), as_python(budget_bytes)
         for name, value in (("anchor_every", anchor_every), ("budget_bytes", budget_bytes)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ChainError(f"{name} is {value!r}; give a whole number from 1 up")

@@ -63,7 +63,7 @@ def correct(
 
     Raises:
         ValueError: shapes or dtypes are wrong, a logprob is NaN, infinite or above 0 (by more than
-            rounding), there are no tokens, or the preset is unknown.
+            rounding), the mask is empty, or the preset is unknown.
     """
     check_tensors("correct", trainer_logprobs_BT=trainer_logprobs_BT)
     device = trainer_logprobs_BT.device
