@@ -10,6 +10,8 @@ from collections.abc import Generator, Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Checkpoints are made by the tests themselves.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# NIXL is refused where nobody names UCX's transports: tests reach this host alone.
+os.environ.setdefault("UCX_TLS", "tcp,sm,self")
 
 import pytest
 from hypothesis import settings

@@ -39,7 +39,7 @@ def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
         FORKED,
         policies("qwen3")[0],
         *("--fp8rl-bucket-bytes", "1MiB", "--fp8rl-listen", "any", "--fp8rl-network", "nixl"),
-        environment={"FP8RL_KEY": KEY, nixl_memory.TRANSPORTS: "tcp,sm,self"},
+        environment={"FP8RL_KEY": KEY},
         key=KEY,
     ) as started:
         yield started
@@ -49,7 +49,6 @@ def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def remote(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     leave_the_host(monkeypatch, tmp_path)
     monkeypatch.setenv("FP8RL_KEY", KEY)
-    monkeypatch.setenv(nixl_memory.TRANSPORTS, "tcp,sm,self")
     yield
     trainer_bridge.close(server)
 

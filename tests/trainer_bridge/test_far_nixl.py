@@ -29,11 +29,6 @@ def test_a_relay_that_exposes_nothing_takes_no_chunk_as_written(also: dict[str, 
             relay._pass_message(sock, sock)
 
 
-@pytest.fixture(autouse=True)
-def closed_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nixl_memory.TRANSPORTS, "tcp,sm,self")
-
-
 @pytest.mark.parametrize("transports", [None, "all", "rc,all", "^ud"])
 def test_plain_tcp_needs_a_word(transports: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reaches a port of UCX's could write anywhere in the process."""

@@ -46,11 +46,10 @@ class Engine:
         return self.pipe.recv_bytes()
 
 
-@pytest.fixture(params=["", "tcp"])
+@pytest.fixture(params=["tcp,sm,self", "tcp"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What UCX chooses between processes of one host, and TCP."""
-    if request.param:
-        monkeypatch.setenv("UCX_TLS", request.param)
+    monkeypatch.setenv("UCX_TLS", request.param)
 
 
 @pytest.fixture
