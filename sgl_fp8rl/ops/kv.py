@@ -57,9 +57,8 @@ def store_kv(
     Raises:
         ValueError: shapes or dtypes do not match.
     """
-    check_store(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, k_scale_H, v_scale_H, stats_C)
-    counted_T = slots_T != PADDING_SLOT
-    stats_C[0] += counted_T.sum()
+    check_store(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, stats_C)
+    check_scales(k_scale_H, v_scale_H, k_THD.shape[1])
     values = []
     for side, (x_THD, cache_SHD, scale_H) in enumerate(
         ((k_THD, k_cache_SHD, k_scale_H), (v_THD, v_cache_SHD, v_scale_H))
@@ -68,15 +67,29 @@ def store_kv(
         codes = _encode(scaled)
         # As bytes: not every torch version and device can index FP8.
         cache_SHD.view(torch.uint8)[slots_T] = codes.view(torch.uint8)
-        counted = counted_T[:, None, None]
-        stats_C[1 + side] += ((scaled.abs() > FP8_MAX) & counted).sum()
-        if x_THD.numel():
-            bits = x_THD.float().abs().view(torch.int32)
-            top = torch.where((bits < _INF) & counted, bits, 0).max()
-            stats_C[3 + side] = torch.maximum(stats_C[3 + side], top)
+        count(x_THD, scaled.abs() > FP8_MAX, slots_T, stats_C, side)
         if read_back:
             values.append(codes.to(x_THD.dtype))
     return (values[0], values[1]) if read_back else None
+
+
+def count(
+    x_THD: torch.Tensor,
+    clipped_THD: torch.Tensor,
+    slots_T: torch.Tensor,
+    stats_C: torch.Tensor,
+    side: int,
+) -> None:
+    """Add the tokens of K (side 0) or V (1) to the statistics."""
+    counted_T = slots_T != PADDING_SLOT
+    counted = counted_T[:, None, None]
+    if side == 0:
+        stats_C[0] += counted_T.sum()
+    stats_C[1 + side] += (clipped_THD & counted).sum()
+    if x_THD.numel():
+        bits = x_THD.float().abs().view(torch.int32)
+        top = torch.where((bits < _INF) & counted, bits, 0).max()
+        stats_C[3 + side] = torch.maximum(stats_C[3 + side], top)
 
 
 def check_store(
@@ -85,34 +98,29 @@ def check_store(
     slots_T: torch.Tensor,
     k_cache_SHD: torch.Tensor,
     v_cache_SHD: torch.Tensor,
-    k_scale_H: torch.Tensor,
-    v_scale_H: torch.Tensor,
     stats_C: torch.Tensor,
+    codes: torch.dtype = FP8_DTYPE,
 ) -> None:
-    """Raise ValueError if the arguments of ``store_kv`` do not match."""
-    for name, x_THD, cache_SHD, scale_H in (
-        ("K", k_THD, k_cache_SHD, k_scale_H),
-        ("V", v_THD, v_cache_SHD, v_scale_H),
-    ):
+    """Raise ValueError if the arguments of ``store_kv`` but for the scales do not match.
+
+    Args:
+        codes: what the caches hold.
+    """
+    for name, x_THD, cache_SHD in (("K", k_THD, k_cache_SHD), ("V", v_THD, v_cache_SHD)):
         if x_THD.dtype not in (torch.bfloat16, torch.float16) or x_THD.dim() != 3:
             raise ValueError(
                 f"{name} is {x_THD.dtype} of shape {list(x_THD.shape)}; "
                 f"pass BF16 or FP16 [tokens, KV heads, head dim]"
             )
-        if cache_SHD.dtype != FP8_DTYPE or cache_SHD.shape[1:] != x_THD.shape[1:]:
+        if cache_SHD.dtype != codes or cache_SHD.shape[1:] != x_THD.shape[1:]:
             raise ValueError(
                 f"the {name} cache is {cache_SHD.dtype} of shape {list(cache_SHD.shape)}; pass "
-                f"float8_e4m3fn [slots, {x_THD.shape[1]}, {x_THD.shape[2]}], like {name}"
+                f"{str(codes)[6:]} [slots, {x_THD.shape[1]}, {x_THD.shape[2]}], like {name}"
             )
         if x_THD.stride(2) != 1 or cache_SHD.stride(2) != 1:
             raise ValueError(
                 f"heads of {name} or of its cache are not contiguous (strides "
                 f"{x_THD.stride()} and {cache_SHD.stride()}); pass views whose last stride is 1"
-            )
-        if scale_H.dtype != torch.float32 or scale_H.shape != x_THD.shape[1:2]:
-            raise ValueError(
-                f"the {name} scales are {scale_H.dtype} of shape {list(scale_H.shape)}; "
-                f"pass FP32, one for each of {x_THD.shape[1]} KV heads"
             )
     if k_THD.shape[:2] != v_THD.shape[:2] or k_THD.dtype != v_THD.dtype:
         raise ValueError(
@@ -129,6 +137,16 @@ def check_store(
             f"the statistics are {stats_C.dtype} of shape {list(stats_C.shape)}; "
             f"pass {STATS} contiguous int64"
         )
+
+
+def check_scales(k_scale_H: torch.Tensor, v_scale_H: torch.Tensor, heads: int) -> None:
+    """Raise ValueError if these are no scales of E4M3 for so many KV heads."""
+    for name, scale_H in (("K", k_scale_H), ("V", v_scale_H)):
+        if scale_H.dtype != torch.float32 or scale_H.shape != (heads,):
+            raise ValueError(
+                f"the {name} scales are {scale_H.dtype} of shape {list(scale_H.shape)}; "
+                f"pass FP32, one for each of {heads} KV heads"
+            )
 
 
 def _divide(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_fp8rl.ops.kv import PADDING_SLOT, check_store
+from sgl_fp8rl.ops.kv import PADDING_SLOT, check_scales, check_store
 from sgl_fp8rl.ops.reference import FP8_MAX
 
 # Elements per program. Small programs spread a decode batch over the SMs; large ones keep more
@@ -34,7 +34,8 @@ def store_kv(
     read_back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """``kv.store_kv`` on the current stream; there is what it takes, returns and raises."""
-    check_store(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, k_scale_H, v_scale_H, stats_C)
+    check_store(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, stats_C)
+    check_scales(k_scale_H, v_scale_H, k_THD.shape[1])
     T, H, D_K = k_THD.shape
     D_V = v_THD.shape[2]
     # Without read_back these are never written to.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_fp8rl.ops.kv import check_store, store_kv
+from sgl_fp8rl.ops.kv import check_scales, check_store, store_kv
 
 MIN_HEAD_DIM = 32
 
@@ -144,8 +144,8 @@ def check(
             f"pass FP32, one for each of {H} KV heads"
         )
     _, k_THD, v_THD = qkv_TC.unflatten(1, (-1, D)).split([N, H, H], 1)
-    scales = cache.k_scale_H, cache.v_scale_H
-    check_store(k_THD, v_THD, slots_T, cache.k_SHD, cache.v_SHD, *scales, cache.stats_C)
+    check_store(k_THD, v_THD, slots_T, cache.k_SHD, cache.v_SHD, cache.stats_C)
+    check_scales(cache.k_scale_H, cache.v_scale_H, H)
     return N, H, D
 
 
