@@ -19,6 +19,7 @@ ENV_PREFIX = "FP8RL_"
 FLAG_PREFIX = "--fp8rl-"
 BUCKET_ALIGNMENT = 512
 """Bytes. A half of a bucket must keep 256-byte alignment, which CUDA gives."""
+KV_CACHES = ("int8", "e4m3")
 KV_SCHEMES = ("engine", "trainer", "unit")
 FORMATS = ("block-fp8", "channel-fp8", "int8")
 RAGGED = ("pad", "channel", "bf16")
@@ -79,6 +80,14 @@ class Fp8RLServerArgs:
 
     ``"pad"``: it is FP8, in storage that zeros fill up to whole blocks, unless that is as large as
     BF16. ``"channel"``: it is channel FP8. ``"bf16"``: it stays BF16.
+    """
+    kv_cache: str | None = field(
+        default=None, metadata=_option(f"format of an 8-bit KV cache: {', '.join(KV_CACHES)}")
+    )
+    """Format of an 8-bit KV cache; default none, where ``--kv-cache-dtype fp8_e4m3`` is ``"e4m3"``.
+
+    ``"int8"``: a scale for each token and head, and K rotated. ``"e4m3"``: a scale for each layer,
+    which follows the policy.
     """
     kv_scheme: str = field(
         default="engine",
@@ -164,6 +173,8 @@ class Fp8RLServerArgs:
                 raise _invalid("ignored_layers", f"pattern {error}") from None
         _check_choice("format", self.format, FORMATS)
         _check_choice("ragged", self.ragged, RAGGED)
+        if self.kv_cache is not None:
+            _check_choice("kv_cache", self.kv_cache, KV_CACHES)
         _check_choice("kv_scheme", self.kv_scheme, KV_SCHEMES)
         if self.kv_scales is not None and not _is_text(self.kv_scales):
             raise _invalid("kv_scales", f"must name a file, not {self.kv_scales!r}")

@@ -17,7 +17,8 @@ import torch
 from benchmarks.kv.attention_inputs import DIM, GROUP, HEADS, Inputs
 from sgl_fp8rl.engine import kv_attention
 from sgl_fp8rl.kv_cache.backends import FA3
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
+from sgl_fp8rl.kv_cache.quantized import Heads
+from sgl_fp8rl.kv_cache.scales import KVScales, ScaledLayer
 from sgl_fp8rl.ops.kv import STATS
 from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
@@ -42,7 +43,7 @@ def layer_of(scheme: str, inputs: Inputs) -> Any:
     if scheme != "unit":
         scales.write((inputs.amax_3H() * MARGIN / FP8_MAX).unsqueeze(0))
     return SimpleNamespace(
-        fp8rl_layer=LayerKV(scales, 0),
+        fp8rl_layer=ScaledLayer(scales, 0),
         layer_id=0,
         head_dim=DIM,
         qk_head_dim=DIM,

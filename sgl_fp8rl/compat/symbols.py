@@ -99,6 +99,7 @@ SYMBOLS = {
     "TokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator:TokenToKVPoolAllocator",
     # answers
     **{name: f"sglang.srt.managers.io_struct:{name}" for name in STOCK_UPDATES.values()},
+    "GPU_MEMORY_TYPE_KV_CACHE": "sglang.srt.constants:GPU_MEMORY_TYPE_KV_CACHE",
     "GPU_MEMORY_ALL_TYPES": "sglang.srt.constants:GPU_MEMORY_ALL_TYPES",
     "ReleaseMemoryOccupationReqOutput": "sglang.srt.managers.io_struct"
     ":ReleaseMemoryOccupationReqOutput",

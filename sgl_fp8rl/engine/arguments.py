@@ -92,10 +92,19 @@ def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
     Raises:
         ValueError: the arguments are refused.
     """
-    if backends.check_dtype(server_args.kv_cache_dtype):
-        backends.check_resolved(server_args)
-        if options.kv_scales is not None:
-            read_file(options.kv_scales)
+    kv_format = options.kv_cache or backends.E4M3
+    if not backends.check_dtype(server_args.kv_cache_dtype):
+        if options.kv_cache is not None:
+            raise ValueError(
+                f"--fp8rl-kv-cache {options.kv_cache} needs --kv-cache-dtype {backends.FP8_KV} "
+                f"where a framework makes SGLang's arguments; add it"
+            )
+        return
+    backends.check_resolved(server_args, kv_format)
+    if options.kv_scales is not None:
+        if kv_format == backends.INT8:
+            raise ValueError("--fp8rl-kv-scales are of layers, and --fp8rl-kv-cache int8 has none")
+        read_file(options.kv_scales)
 
 
 def refuse_second_key(server_args: Any, key: str | None) -> None:

@@ -15,7 +15,8 @@ from sgl_fp8rl.engine.kv_calibrate import calibrate
 from sgl_fp8rl.engine.kv_decode import fused_forward, mark
 from sgl_fp8rl.kv_cache.backends import FA3, TRTLLM_MHA
 from sgl_fp8rl.kv_cache.quant_error import observe
-from sgl_fp8rl.kv_cache.scales import LayerKV, layer_kv
+from sgl_fp8rl.kv_cache.quantized import Caches, LayerKV, layer_kv
+from sgl_fp8rl.kv_cache.scales import ScaledLayer
 from sgl_fp8rl.ops.paged_decode import Codes, Pages, attend
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
@@ -53,19 +54,25 @@ class Call(NamedTuple):
         )
         return out  # type: ignore[no-any-return]
 
-    def store_prefill(self, read_back: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+    @property
+    def caches(self) -> Caches:
+        """The pool's buffers of the layer."""
+        buffers = self.backend.token_to_kv_pool.get_kv_buffer(self.layer.layer_id)
+        return buffers  # type: ignore[no-any-return]
+
+    def store_prefill(self, read_back: bool = False) -> Caches | None:
         """``store``; where that is due, scales are measured before it and the error after it."""
         if not self._stores:
             return None
         if self.mine.is_due:
+            assert isinstance(self.mine, ScaledLayer)
             calibrate(self.mine, self.q, self.k, self.v)
         codes = self.store(read_back)
         if self.mine.is_observed:
-            caches = self.backend.token_to_kv_pool.get_kv_buffer(self.layer.layer_id)
-            observe(self.mine, self.k, self.v, self.forward_batch.out_cache_loc, caches)
+            observe(self.mine, self.k, self.v, self.forward_batch.out_cache_loc, self.caches)
         return codes
 
-    def store(self, read_back: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def store(self, read_back: bool = False) -> Caches | None:
         """Write the codes into the pool's buffers, instead of SGLang's unsaturated cast.
 
         Returns:
@@ -73,23 +80,10 @@ class Call(NamedTuple):
         """
         if not self._stores:
             return None
-        k, v, layer = self.k, self.v, self.layer
-        if k.is_cuda:
-            from sgl_fp8rl.ops.kv_triton import store_kv
-        else:
-            from sgl_fp8rl.ops.kv import store_kv
-        k_cache, v_cache = self.backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        return store_kv(
-            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            self.forward_batch.out_cache_loc,
-            k_cache,
-            v_cache,
-            self.mine.k_scale_h,
-            self.mine.v_scale_h,
-            self.mine.statistics,
-            read_back=read_back,
-        )
+        layer, slots_T = self.layer, self.forward_batch.out_cache_loc
+        k_THD = self.k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v_THD = self.v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        return self.mine.store(k_THD, v_THD, slots_T, self.caches, read_back)
 
     @property
     def _stores(self) -> bool:
@@ -124,9 +118,12 @@ def for_scaled_layers(attend: Callable[[Call], torch.Tensor]) -> Callable[..., t
 def folded_decode(call: Call) -> torch.Tensor:
     """AROUND ``forward_decode`` of torch_native and FlashInfer: scales are folded into q and out.
 
-    The backend attends to codes: ``(q * k_scale) . c_k`` and ``(p @ c_v) * v_scale``.
+    The backend attends to codes: ``(q * k_scale) . c_k`` and ``(p @ c_v) * v_scale``. It cannot to
+    those of INT8, which the reference attends to, on a CPU.
     """
     call.store()
+    if not isinstance(call.mine, ScaledLayer):
+        return _by_reference(call)
     return _folded(call, call.k, call.v)
 
 
@@ -140,12 +137,35 @@ def folded_extend(call: Call) -> torch.Tensor:
     metadata = getattr(call.backend, "forward_metadata", None)
     ragged = bool(getattr(metadata, "use_ragged", False))
     codes = call.store_prefill(read_back=ragged)
+    if not isinstance(call.mine, ScaledLayer):
+        return _by_reference(call)
     return _folded(call, *(codes or (call.k, call.v)))
 
 
 def _folded(call: Call, k: Any, v: Any) -> torch.Tensor:
+    assert isinstance(call.mine, ScaledLayer)
     out = call.attend(_times_heads(call.q, call.mine.k_scale_h), k, v)
     return _times_heads(out, call.mine.v_scale_h, out=out)
+
+
+def _by_reference(call: Call) -> torch.Tensor:
+    """Sequence by sequence, over what the cache holds: torch_native has pages of one token."""
+    mine, layer, batch = call.mine, call.layer, call.forward_batch
+    codes, window, lengths_B = mine.codes(call.caches), _window(layer), batch.seq_lens
+    q_NQD = mine.query(call.q.reshape(-1, layer.tp_q_head_num, layer.head_dim))
+    table_BT = call.backend.req_to_token_pool.req_to_token[batch.req_pool_indices]
+    is_extend = batch.forward_mode.is_extend()
+    counts_B = batch.extend_seq_lens if is_extend else torch.ones_like(lengths_B)
+    out = []
+    for row, q in enumerate(q_NQD.split(counts_B.tolist())):
+        one = slice(row, row + 1)
+        pages = Pages(table_BT[one], 1, lengths_B[one])
+        out.append(attend(q, codes, pages, layer.scaling, window))
+    return torch.cat(out).to(call.q.dtype).view(-1, layer.tp_q_head_num * layer.head_dim)
+
+
+def _window(layer: Any) -> int | None:
+    return layer.sliding_window_size if layer.sliding_window_size >= 0 else None
 
 
 @for_scaled_layers
@@ -156,6 +176,7 @@ def fa3_extend(call: Call) -> torch.Tensor:
     q was divided by is in the descale of K, which SGLang takes from the layer (``fa3_descales``).
     """
     call.store_prefill()
+    assert isinstance(call.mine, ScaledLayer)
     codes = torch.empty_like(call.q, dtype=FP8_DTYPE)
     return call.attend(_times_heads(call.q, call.mine.q_factor_h, out=codes), call.k, call.v)
 
@@ -165,7 +186,7 @@ def fa3_descales(model: torch.nn.Module) -> dict[str, Hook]:
     of our buffers, one for each KV head, which an update writes in place.
     """
     for layer in model.modules():
-        if (mine := layer_kv(layer)) is not None:
+        if isinstance(mine := layer_kv(layer), ScaledLayer):
             (k_descale_h,) = mine.factors[FA3]
             layer.k_scale, layer.v_scale = k_descale_h, mine.v_scale_h
     return {}
@@ -175,8 +196,7 @@ def fa3_descales(model: torch.nn.Module) -> dict[str, Hook]:
 def paged_decode(call: Call) -> torch.Tensor:
     """AROUND ``TRTLLMHAAttnBackend.forward_decode``: our kernel, by the backend's page tables.
 
-    With the keyword ``fp8rl_q_is_ready`` q was multiplied by ``q_factor_h`` (``kv_decode.py``),
-    which is in the descale of K that FA3 takes.
+    With the keyword ``fp8rl_q_is_ready`` q is what ``LayerKV.query`` returns (``kv_decode.py``).
 
     Raises:
         RuntimeError: the kernel lacks a feature of the layer.
@@ -188,17 +208,15 @@ def paged_decode(call: Call) -> torch.Tensor:
             "--decode-attention-backend flashinfer"
         )
     call.store()
-    (k_descale_h,) = mine.factors[FA3]
-    k_scale_h = k_descale_h if call.kwargs.get("fp8rl_q_is_ready") else mine.k_scale_h
-    k_cache, v_cache = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-    codes = Codes(k_cache, v_cache, k_scale_h, mine.v_scale_h)
+    codes = mine.codes(call.caches)
+    q = call.q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+    if not call.kwargs.get("fp8rl_q_is_ready"):
+        q = mine.query(q)
     lengths_B = backend.forward_metadata.cache_seqlens_int32
     table_BP = backend._get_layer_page_table(layer, call.forward_batch)
     pages = Pages(table_BP, backend.page_size, lengths_B)
-    q = call.q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
-    window = layer.sliding_window_size if layer.sliding_window_size >= 0 else None
-    out = _paged_attention(q, codes, pages, layer.scaling, window, mine)
-    return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+    out = _paged_attention(q, codes, pages, layer.scaling, _window(layer), mine)
+    return out.to(call.q.dtype).view(-1, layer.tp_q_head_num * layer.head_dim)
 
 
 def _paged_attention(
@@ -211,14 +229,14 @@ def _paged_attention(
 ) -> torch.Tensor:
     workspace = mine.scales.workspace
     if workspace is None:  # a CPU
-        return attend(q_NQD, codes, pages, scaling, window).to(q_NQD.dtype)
+        return attend(q_NQD, codes, pages, scaling, window)
     from sgl_fp8rl.ops.paged_decode_cuda import attend as attend_on_gpu
 
     # with the first layer of a step, in a captured graph, too; or where two batches take turns
     if mine.layer_index == 0 or workspace.planned is not pages.lengths_B:
         workspace.plan(pages.lengths_B)
     q = q_NQD.to(torch.bfloat16)
-    return attend_on_gpu(q, codes, pages, workspace, scaling, window).to(q_NQD.dtype)
+    return attend_on_gpu(q, codes, pages, workspace, scaling, window)
 
 
 def _times_heads(

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.internal_requests import is_internal
-from sgl_fp8rl.kv_cache.scales import LayerKV
+from sgl_fp8rl.kv_cache.quantized import QuantizedKV
+from sgl_fp8rl.kv_cache.scales import ScaledLayer
 from sgl_fp8rl.ops.reference import FP8_MAX
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ FEW = 16
 """With fewer tokens it says little: the first ones of a prompt often have small values."""
 
 
-def calibrate(mine: LayerKV, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def calibrate(mine: ScaledLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Measure a layer on these tokens and set its scales, before they are stored.
 
     No sync with the device. Every rank calls this for the same tokens, since the scales of a layer
@@ -68,8 +69,8 @@ def watch_forward(original: Any, runner: Any, forward_batch: Any, *args: Any, **
     Graph capture and SGLang's dummy batches run the model without this function, and SGLang's own
     requests are recognized by their ids.
     """
-    scales = getattr(runner.model, "fp8rl_kv", None)
-    if scales is None or not (scales.pending or any(scales.to_observe)):
+    scales: QuantizedKV | None = getattr(runner.model, "fp8rl_kv", None)
+    if scales is None or not (scales.is_pending or any(scales.to_observe)):
         return original(runner, forward_batch, *args, **kw)
     real = not all(map(is_internal, forward_batch.rids or ()))
     scales.measuring = real and forward_batch.forward_mode.is_extend()

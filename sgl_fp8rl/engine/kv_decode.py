@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.kv_cache.scales import layer_kv
+from sgl_fp8rl.kv_cache.quantized import layer_kv
 from sgl_fp8rl.ops.qk_rope import Cache, Norms
 
 logger = logging.getLogger(__name__)

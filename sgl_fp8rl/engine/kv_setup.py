@@ -1,23 +1,27 @@
-"""The start of an FP8 KV cache: its scales, attached to the model, and what serves it, wrapped."""
+"""The start of an 8-bit KV cache: attach its scales to the model, and wrap what serves it."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.hooks import wrap_attention, wrap_plans
 from sgl_fp8rl.engine.start_log import log_start
 from sgl_fp8rl.kv_cache import backends
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV, layer_kv
+from sgl_fp8rl.kv_cache.quantized import Heads, QuantizedKV, layer_kv
+from sgl_fp8rl.kv_cache.scales import KVScales
+from sgl_fp8rl.kv_cache.token_scales import SCALE_BYTES, TokenScales
+from sgl_fp8rl.options import current_options
 
 
-def attach_kv_scales(model: nn.Module, model_config: Any, scheme: str) -> KVScales | None:
-    """Give a model with an FP8 KV cache its scales, all 1, or return None where it is not FP8.
-
-    Args:
-        scheme: the option ``kv_scheme``.
+def attach_kv_scales(
+    model: nn.Module, model_config: Any, options: Fp8RLServerArgs
+) -> QuantizedKV | None:
+    """Give a model with an 8-bit KV cache its scales, those of layers all 1, or return None where
+    it has none.
 
     Raises:
         ValueError: MLA, or an attention layer that does more than our hooks know.
@@ -26,13 +30,13 @@ def attach_kv_scales(model: nn.Module, model_config: Any, scheme: str) -> KVScal
         return None
     if model_config.attention_arch == compat.AttentionArch.MLA:
         raise ValueError(
-            "quantization fp8rl cannot scale the FP8 KV cache of MLA, which holds latents, yet; "
-            "start the model without --kv-cache-dtype"
+            "quantization fp8rl cannot quantize the KV cache of MLA, which holds latents, yet; "
+            "start the model without it"
         )
     if model_config.is_hybrid_swa:
         raise ValueError(
-            "quantization fp8rl cannot scale the FP8 KV cache of a model whose sliding-window "
-            "layers have a pool of their own yet; start it without --kv-cache-dtype"
+            "quantization fp8rl cannot quantize the KV cache of a model whose sliding-window "
+            "layers have a pool of their own yet; start it without"
         )
     layers = [module for module in model.modules() if isinstance(module, compat.RadixAttention)]
     for layer in layers:
@@ -42,7 +46,7 @@ def attach_kv_scales(model: nn.Module, model_config: Any, scheme: str) -> KVScal
             or layer.qk_head_dim != layer.v_head_dim
         ):
             raise ValueError(
-                f"quantization fp8rl cannot scale the FP8 KV cache of attention layer "
+                f"quantization fp8rl cannot quantize the KV cache of attention layer "
                 f"{layer.layer_id} yet: it is not a plain decoder attention; start the model "
                 f"without --kv-cache-dtype"
             )
@@ -53,22 +57,22 @@ def attach_kv_scales(model: nn.Module, model_config: Any, scheme: str) -> KVScal
     if not layers or {layer.tp_k_head_num for layer in layers} != {heads.count}:
         raise ValueError(
             f"quantization fp8rl expects {heads.count} KV heads on this rank in every attention "
-            f"layer to scale an FP8 KV cache; start the model without --kv-cache-dtype"
+            f"layer to scale an FP8 KV cache; start the model without it"
         )
-    scales = KVScales(
-        len(by_id),
-        heads,
-        scheme,
-        next(model.parameters()).device,
+    device = next(model.parameters()).device
+    scales = (
+        TokenScales(len(by_id), heads, device)
+        if options.kv_cache == TokenScales.format
+        else KVScales(len(by_id), heads, options.kv_scheme, device)
     )
     scales.elements = [heads.count * by_id[i].qk_head_dim for i in sorted(by_id)]
     attach(scales, model, layers)
     return scales
 
 
-def load_kv_scales(scales: KVScales | None, path: str | None) -> None:
+def load_kv_scales(scales: QuantizedKV | None, path: str | None) -> None:
     """Start with the scales of the option ``kv_scales``, which win over a checkpoint's."""
-    if scales is not None and path is not None:
+    if isinstance(scales, KVScales) and path is not None:
         scales.load(path)
 
 
@@ -86,22 +90,38 @@ def check_kv_cache(original: Any, runner: Any) -> None:
     if decode == "flashinfer":
         wrap_plans()
     log_start(runner.model)
-    if getattr(runner.model, "fp8rl_kv", None) is None:
+    scales: QuantizedKV | None = getattr(runner.model, "fp8rl_kv", None)
+    if scales is None:
         return
-    backends.check(prefill, decode, backends.capability())
+    backends.check(prefill, decode, backends.capability(), scales.format)
     pool = runner.token_to_kv_pool
     if type(pool) is not compat.MHATokenToKVPool or pool.kv_cache_layout != "nhd":
         raise ValueError(
             f"quantization fp8rl cannot scale a KV cache in a {type(pool).__name__} of layout "
             f"{getattr(pool, 'kv_cache_layout', None)} yet; start without --kv-cache-dtype"
         )
+    if isinstance(scales, TokenScales):
+        with pool.memory_saver_adapter.region(compat.GPU_MEMORY_TYPE_KV_CACHE):
+            scales.allocate(pool.get_key_buffer(pool.start_layer).shape[0])
     if decode == backends.TRTLLM_MHA:
-        _prepare_decode(runner)
+        _prepare_decode(runner, scales)
     wrap_attention(prefill, decode, runner.model)
     backends.log(prefill, decode, runner.page_size)
 
 
-def _prepare_decode(runner: Any) -> None:
+def with_token_scales(original: Any, configurator: Any, kvc: Any, layers: int) -> int:
+    """AROUND ``DefaultPoolConfigurator._compute_cell_size``: the bytes of a token, with our scales.
+
+    SGLang divides the memory that it gives to the KV cache by them.
+    """
+    size = int(original(configurator, kvc, layers))
+    if kvc.model_config.quantization != NAME or current_options().kv_cache != TokenScales.format:
+        return size
+    heads = kvc.model_config.get_num_kv_heads(compat.get_tp_group().world_size)
+    return size + SCALE_BYTES * heads * layers
+
+
+def _prepare_decode(runner: Any, scales: QuantizedKV) -> None:
     """Compile our decode kernel and give it its workspace.
 
     Raises:
@@ -110,7 +130,6 @@ def _prepare_decode(runner: Any) -> None:
     from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 
     layer = next(m for m in runner.model.modules() if layer_kv(m) is not None)
-    scales = runner.model.fp8rl_kv
     scales.workspace = Workspace(
         runner.token_to_kv_pool.size,
         # the largest graph may round it up to the ranks, and to two batches
@@ -118,11 +137,12 @@ def _prepare_decode(runner: Any) -> None:
         layer.tp_k_head_num,
         layer.tp_q_head_num // layer.tp_k_head_num,
         layer.head_dim,
-        scales.scales.device,
+        scales.statistics.device,
+        is_int8=isinstance(scales, TokenScales),
     )
 
 
-def attach(scales: KVScales, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+def attach(scales: QuantizedKV, model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Register the buffers with the model, and give each attention layer its share.
 
     Args:
@@ -131,7 +151,7 @@ def attach(scales: KVScales, model: nn.Module, layers: Sequence[nn.Module]) -> N
     model.fp8rl_kv = scales
     indices = {layer_id: index for index, layer_id in enumerate(sorted({_id(la) for la in layers}))}
     for layer in layers:
-        layer.fp8rl_layer = LayerKV(scales, indices[_id(layer)])  # type: ignore[assignment]
+        layer.fp8rl_layer = scales.layer(indices[_id(layer)])  # type: ignore[assignment]
 
 
 def _id(layer: nn.Module) -> int:

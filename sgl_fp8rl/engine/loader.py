@@ -52,7 +52,7 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
     def load_weights_and_postprocess(self, model: nn.Module, _: Any, target_device: Any) -> None:
         """Replaces the base's static method, and its reader, which holds whole shards in memory."""
         options = self._options
-        kv = attach_kv_scales(model, self._model_config, options.kv_scheme)
+        kv = attach_kv_scales(model, self._model_config, options)
         engine_weights = EngineWeights(model, self._model_config.dtype, kv, options)
         attach(model, engine_weights)
         source = self.Source.init_new(self._model_config, model)
@@ -93,7 +93,7 @@ class FP8RLDummyLoader(compat.DummyModelLoader):  # type: ignore[misc]
 
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
         model = super().load_model(model_config=model_config, device_config=device_config)
-        kv = attach_kv_scales(model, model_config, self._options.kv_scheme)
+        kv = attach_kv_scales(model, model_config, self._options)
         load_kv_scales(kv, self._options.kv_scales)
         weights = EngineWeights(model, model_config.dtype, kv, self._options)
         weights.quarantine("the engine was started with dummy weights; send a complete update")

@@ -90,6 +90,7 @@ def _register() -> None:
         "precompile_kernels": startup.prepare,
         "configure_kv_cache": cpu_platform.with_plain_pools,
         "load_kv_scales": start_log.attached_scales,
+        "token_bytes": kv_setup.with_token_scales,
         "init_attention_backends": kv_setup.check_kv_cache,
         "forward": kv_calibrate.watch_forward,
         "generate_request": admission.check_kinds,
@@ -129,7 +130,7 @@ def parse_cli_args(original: Any, argv: list[str]) -> Any:
     try:
         options, rest = parse(argv)
         given = _given(rest)
-        for name, value in _for_fp8_kv(given).items():
+        for name, value in _for_8_bit_kv(given, options.kv_cache).items():
             rest += [f"--{name.replace('_', '-')}", str(value)]
     except ValueError as error:
         sys.exit(f"sgl-fp8rl: {error}")
@@ -157,15 +158,24 @@ def _given(argv: list[str]) -> dict[str, Any]:
     return vars(parser.parse_known_args(argv)[0])
 
 
-def _for_fp8_kv(given: Mapping[str, Any]) -> dict[str, str | int]:
-    """The arguments that an FP8 KV cache needs in addition to those given.
+def _for_8_bit_kv(given: Mapping[str, Any], kv_cache: str | None) -> dict[str, str | int]:
+    """The arguments that an 8-bit KV cache needs in addition to those given.
+
+    Args:
+        kv_cache: the option.
 
     Raises:
         ValueError: the user's choice cannot apply KV scales here.
     """
-    if given.get("quantization") != NAME or not backends.check_dtype(given.get("kv_cache_dtype")):
+    if given.get("quantization") != NAME:
         return {}
-    return backends.choose(given, backends.capability())
+    dtype = backends.dtype_of(kv_cache, given.get("kv_cache_dtype"))
+    if not backends.check_dtype(dtype):
+        return {}
+    settings = backends.choose(given, backends.capability(), kv_cache or backends.E4M3)
+    return (
+        settings if dtype == given.get("kv_cache_dtype") else {"kv_cache_dtype": dtype, **settings}
+    )
 
 
 def parse_engine_kwargs(**keywords: Any) -> Any:
@@ -180,7 +190,8 @@ def parse_engine_kwargs(**keywords: Any) -> Any:
     if unknown:
         raise ValueError(f"Engine got {NAME}_{min(unknown)}, which is not an option of sgl-fp8rl")
     current = export_keywords(options)
-    server_args = compat.ServerArgs(**{**keywords, **_for_fp8_kv(keywords)})
+    more = _for_8_bit_kv(keywords, current.kv_cache)
+    server_args = compat.ServerArgs(**{**keywords, **more})
     if server_args.quantization == NAME:
         check_server_args(server_args, current)
     return server_args

@@ -22,6 +22,7 @@ from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import attempted, gather_results, sources
 from sgl_fp8rl.engine.tied_head import tied_shape
 from sgl_fp8rl.kv_cache import kv_stats, quant_error
+from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
@@ -150,7 +151,7 @@ def _export(request: ControlRequest) -> Reply:
 def _kv(request: ControlRequest) -> Reply:
     kv = request.weights.kv
     if kv is None:
-        return {"error": kv_stats.NO_FP8_KV}
+        return {"error": kv_stats.NOT_QUANTIZED}
     read = partial(kv_stats.of_rank, kv)
     return kv_stats.report(kv, gather_results(read, "statistics of the KV cache", request.group))
 
@@ -158,7 +159,7 @@ def _kv(request: ControlRequest) -> Reply:
 def _kv_observe(request: ControlRequest) -> Reply:
     kv = request.weights.kv
     if kv is None:
-        return {"error": kv_stats.NO_FP8_KV}
+        return {"error": kv_stats.NOT_QUANTIZED}
     start = partial(quant_error.start, kv)
     return {"tokens": gather_results(start, "observing the KV cache", request.group)[0]}
 
@@ -166,8 +167,8 @@ def _kv_observe(request: ControlRequest) -> Reply:
 def _kv_recalibrate(request: ControlRequest) -> Reply:
     """Let the next prefill measure the KV scales again: nothing stored under the old ones stays."""
     kv, scheduler = request.weights.kv, request.scheduler
-    if kv is None:
-        return {"error": kv_stats.NO_FP8_KV}
+    if not isinstance(kv, KVScales):
+        return {"error": "this engine's KV cache has no scales that are measured"}
 
     def flush() -> bool:
         return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))

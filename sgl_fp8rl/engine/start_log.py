@@ -10,6 +10,8 @@ from sgl_fp8rl.engine.attached import weights_of
 from sgl_fp8rl.engine.log_filter import without_line
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.formats import UNQUANTIZED, counted
+from sgl_fp8rl.kv_cache.quantized import QuantizedKV
+from sgl_fp8rl.kv_cache.scales import KVScales
 
 logger = logging.getLogger(__name__)
 
@@ -45,5 +47,11 @@ def log_start(model: Any) -> None:
         counted(layer.format for layer in layers),
         "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "none",
         getattr(model, "fp8rl_kernels", stock),
-        "not quantized" if kv is None else f"FP8, its scales {SCALES[kv.scheme]}",
+        _kv_cache(kv),
     )
+
+
+def _kv_cache(kv: QuantizedKV | None) -> str:
+    if kv is None:
+        return "not quantized"
+    return f"FP8, its scales {SCALES[kv.scheme]}" if isinstance(kv, KVScales) else "INT8"

@@ -14,6 +14,7 @@ from sgl_fp8rl.engine.guards import refusal
 from sgl_fp8rl.engine.ranks import attempted, gather
 from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.kv_cache.incoming_scales import names_in
+from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, wrong_names
 from sgl_fp8rl.protocol.policy import Policy, check_policy
@@ -150,7 +151,7 @@ def _check_kv_scales(weights: EngineWeights, manifest: Manifest) -> None:
     Raises:
         ManifestError: ``kv_scheme`` is ``trainer``, and there are none.
     """
-    needs = weights.kv is not None and weights.kv.scheme == "trainer"
+    needs = isinstance(weights.kv, KVScales) and weights.kv.scheme == "trainer"
     if needs and not names_in(manifest.tensors):
         raise ManifestError(
             f"the update brings no {KV_SCALES}, which an engine with --fp8rl-kv-scheme trainer "

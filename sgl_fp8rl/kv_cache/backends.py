@@ -1,4 +1,4 @@
-"""Select attention backends for an FP8 KV cache, and refuse those that cannot apply scales.
+"""Select attention backends for an 8-bit KV cache, and refuse those that cannot apply its scales.
 
 This happens before SGLang resolves its arguments, whose default on Hopper is FA3 for prefill and
 decode. The user's own choice is kept or refused with an error, never replaced.
@@ -16,6 +16,8 @@ from sgl_fp8rl.kv_cache.kernel_scales import Derive, fa3_k_descale
 logger = logging.getLogger(__name__)
 
 FP8_KV = "fp8_e4m3"
+"""SGLang's name of a dtype of one byte; INT8 codes lie in the same memory."""
+E4M3, INT8 = "e4m3", "int8"
 UNQUANTIZED = (None, "auto", "bf16", "bfloat16")
 TRTLLM_MHA = "trtllm_mha"
 """SGLang's name of the backend whose page tables our decode kernel reads on Hopper."""
@@ -54,10 +56,11 @@ def _nowhere(_: Capability) -> bool:
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """How one of SGLang's attention backends serves an FP8 KV cache."""
+    """How one of SGLang's attention backends serves an 8-bit KV cache."""
 
     reason: str
     """Why it is selected."""
+    formats: tuple[str, ...] = (E4M3,)
     prefill: Callable[[Capability], bool] = _nowhere
     """The devices where it applies KV scales in prefill."""
     decode: Callable[[Capability], bool] = _nowhere
@@ -68,14 +71,17 @@ class AttentionBackend:
 
 BACKENDS = {
     "torch_native": AttentionBackend(
-        "the backend of the CPU platform; scales are folded into q and out", _on_cpus, _on_cpus
+        "the backend of the CPU platform", (E4M3, INT8), _on_cpus, _on_cpus
     ),
     TRTLLM_MHA: AttentionBackend(
         "our kernel multiplies in 16 bits over its pages, at the memory's speed",
+        (E4M3, INT8),
         decode=_on_hopper,
     ),
     "flashinfer": AttentionBackend(
-        "its FA2 kernels attend to codes with scales folded into q and out", _on_gpus, _on_gpus
+        "its FA2 kernels attend to codes with scales folded into q and out",
+        prefill=_on_gpus,
+        decode=_on_gpus,
     ),
     FA3: AttentionBackend(
         "you chose it; it multiplies in FP8, whose sums lose up to a quarter of the output at "
@@ -88,8 +94,10 @@ BACKENDS = {
 their classes and ``engine/kv_attention.py`` their hooks."""
 
 
-def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | int]:
-    """The arguments that an FP8 KV cache needs in addition to the user's.
+def choose(
+    given: Mapping[str, Any], capability: Capability, kv_format: str = E4M3
+) -> dict[str, str | int]:
+    """The arguments that an 8-bit KV cache needs in addition to the user's.
 
     Args:
         given: ``ARGUMENTS`` as the user set them; missing or None if unset.
@@ -100,10 +108,10 @@ def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | 
     both = given.get("attention_backend")
     prefill = given.get("prefill_attention_backend") or both
     decode = given.get("decode_attention_backend") or both
-    check(prefill, decode, capability)
+    check(prefill, decode, capability, kv_format)
     if capability is None:
         return {} if prefill and decode else {"attention_backend": "torch_native"}
-    fastest = {phase: names[0] for phase, names in scaled_backends(capability).items()}
+    fastest = {phase: names[0] for phase, names in scaled_backends(capability, kv_format).items()}
     settings: dict[str, str | int] = {}
     if prefill is None:
         prefill = settings["prefill_attention_backend"] = fastest["prefill"]
@@ -123,27 +131,50 @@ def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | 
     return settings
 
 
-def check(prefill: str | None, decode: str | None, capability: Capability) -> None:
+def check(
+    prefill: str | None, decode: str | None, capability: Capability, kv_format: str = E4M3
+) -> None:
     """Check that these backends apply KV scales; None is not selected yet.
 
     Raises:
         ValueError: one does not.
     """
-    scaled = scaled_backends(capability)
+    scaled = scaled_backends(capability, kv_format)
+    if not all(scaled.values()):
+        raise ValueError(
+            f"no attention backend serves a KV cache in {kv_format} on this device yet; use "
+            f"--fp8rl-kv-cache {E4M3}"
+        )
     for phase, backend in (("prefill", prefill), ("decode", decode)):
         if backend is not None and backend not in scaled[phase]:
             raise ValueError(
-                f"attention backend {backend} cannot apply the scales of an FP8 KV cache in "
-                f"{phase} here; drop it or use {' or '.join(scaled[phase])}"
+                f"attention backend {backend} cannot apply the scales of a KV cache in {kv_format} "
+                f"in {phase} here; drop it or use {' or '.join(scaled[phase])}"
             )
 
 
-def scaled_backends(capability: Capability) -> dict[str, tuple[str, ...]]:
-    """The backends that apply KV scales on a device, for each phase."""
+def scaled_backends(capability: Capability, kv_format: str = E4M3) -> dict[str, tuple[str, ...]]:
+    """The backends that apply the scales of a format on a device, for each phase."""
+    rows = {name: row for name, row in BACKENDS.items() if kv_format in row.formats}
     return {
-        "prefill": tuple(name for name, backend in BACKENDS.items() if backend.prefill(capability)),
-        "decode": tuple(name for name, backend in BACKENDS.items() if backend.decode(capability)),
+        "prefill": tuple(name for name, row in rows.items() if row.prefill(capability)),
+        "decode": tuple(name for name, row in rows.items() if row.decode(capability)),
     }
+
+
+def dtype_of(kv_format: str | None, kv_cache_dtype: str | None) -> str | None:
+    """SGLang's dtype of the KV cache, by the option ``kv_cache`` and what the user gave SGLang.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    if kv_format is None:
+        return kv_cache_dtype
+    if kv_cache_dtype not in (None, "auto", FP8_KV):
+        raise ValueError(
+            f"--kv-cache-dtype {kv_cache_dtype} contradicts --fp8rl-kv-cache {kv_format}; drop one"
+        )
+    return FP8_KV
 
 
 def check_dtype(kv_cache_dtype: str | None) -> bool:
@@ -162,7 +193,7 @@ def check_dtype(kv_cache_dtype: str | None) -> bool:
     return False
 
 
-def check_resolved(server_args: Any) -> None:
+def check_resolved(server_args: Any, kv_format: str = E4M3) -> None:
     """Check SGLang's final arguments; 0.5.23 resolves them later.
 
     Raises:
@@ -172,7 +203,7 @@ def check_resolved(server_args: Any) -> None:
     both = server_args.attention_backend
     prefill = server_args.prefill_attention_backend or both
     decode = server_args.decode_attention_backend or both
-    check(prefill, decode, capability())
+    check(prefill, decode, capability(), kv_format)
     is_asked = server_args.enable_deterministic_inference or server_args.rl_on_policy_target
     if is_asked and decode == TRTLLM_MHA:  # SGLang looks at attention_backend alone
         raise ValueError(
@@ -201,8 +232,8 @@ def capability() -> Capability:
 
 
 def log(prefill: str, decode: str, page_size: int) -> None:
-    """Log which backends serve the FP8 KV cache, and why."""
+    """Log which backends serve the 8-bit KV cache, and why."""
     for phase, backend in (("prefill", prefill), ("decode", decode)):
-        logger.info("FP8 KV cache: %s by %s: %s", phase, backend, BACKENDS[backend].reason)
+        logger.info("8-bit KV cache: %s by %s: %s", phase, backend, BACKENDS[backend].reason)
     if decode == TRTLLM_MHA:
-        logger.info("FP8 KV cache: pages of %d tokens", page_size)
+        logger.info("8-bit KV cache: pages of %d tokens", page_size)

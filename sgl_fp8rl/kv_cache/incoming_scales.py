@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec
-from sgl_fp8rl.kv_cache.scales import KVScalesError
+from sgl_fp8rl.kv_cache.quantized import KVScalesError
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 

@@ -6,39 +6,44 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.kv_cache.scales import KVScales, on_host
+from sgl_fp8rl.kv_cache.quantized import QuantizedKV, on_host
+from sgl_fp8rl.kv_cache.scales import KVScales
 
-NO_FP8_KV = "the engine's KV cache is not FP8; start it with --kv-cache-dtype fp8_e4m3"
-
-
-def layout(scales: KVScales | None) -> dict[str, Any] | None:
-    """What a trainer needs to compute scales; None if the KV cache is not FP8."""
-    return None if scales is None else {"layers": scales.layers, "kv_heads": scales.heads.total}
+NOT_QUANTIZED = "the engine's KV cache is not quantized; start it with --kv-cache-dtype fp8_e4m3"
 
 
-Counted = tuple[list[Any], torch.Tensor, torch.Tensor | None]
-"""Of one rank: the scales in force, and on the host its counters and what it measured of errors."""
+def layout(kv: QuantizedKV | None) -> dict[str, Any] | None:
+    """What a trainer needs to compute scales, or to attend as the engine; None if the KV cache is
+    not quantized."""
+    if kv is None:
+        return None
+    return {"format": kv.format, "layers": kv.layers, "kv_heads": kv.heads.total}
 
 
-def of_rank(scales: KVScales) -> Counted:
+Counted = tuple[list[Any] | None, torch.Tensor, torch.Tensor | None]
+"""Of one rank: scales of layers, and on the host its counters and what it measured of errors."""
+
+
+def of_rank(kv: QuantizedKV) -> Counted:
     """What this rank has counted since its scales were set. Decode continues meanwhile."""
-    in_force, counted = scales.snapshot()
-    measured = None if scales.errors is None else on_host(scales.errors)
-    return in_force.tolist(), counted, measured
+    in_force, counted = kv.snapshot()
+    measured = None if kv.errors is None else on_host(kv.errors)
+    return None if in_force is None else in_force.tolist(), counted, measured
 
 
-def report(scales: KVScales, ranks: Sequence[Counted]) -> dict[str, Any]:
+def report(kv: QuantizedKV, ranks: Sequence[Counted]) -> dict[str, Any]:
     """The current scales, and the statistics since they were set, over all ranks.
 
     Saved as JSON it is a file for the option ``kv_scales``.
     """
     measured = [errors for _, _, errors in ranks if errors is not None]
     return {
-        "scheme": scales.scheme,
-        "pending": bool(scales.pending),
+        "format": kv.format,
+        "scheme": kv.scheme if isinstance(kv, KVScales) else None,
+        "pending": kv.is_pending,
         "scales": ranks[0][0],
         "statistics": statistics(torch.stack([counted for _, counted, _ in ranks])),
-        "elements": [len(ranks) * mine for mine in scales.elements],
+        "elements": [len(ranks) * mine for mine in kv.elements],
         "errors": errors(torch.stack(measured)) if len(measured) == len(ranks) else None,
     }
 
@@ -60,7 +65,7 @@ def statistics(counted_RLC: torch.Tensor) -> list[dict[str, float]]:
 
 
 def errors(sums_RLC: torch.Tensor) -> list[dict[str, Any]]:
-    """Per layer, the relative L2 error of K and V from the sums of all ranks (``scales.ERRORS``);
+    """Per layer, the relative L2 error of K and V from the sums of all ranks (``quant_error.py``);
     None if no token was measured."""
     layers = []
     for tokens, sums in zip(

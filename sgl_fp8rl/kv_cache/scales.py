@@ -6,58 +6,29 @@ memory saver keeps buffers and drops Parameters. The rows of ``backends.BACKENDS
 there are.
 """
 
-import functools
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from sgl_fp8rl.kv_cache.backends import BACKENDS
+from sgl_fp8rl.kv_cache.backends import BACKENDS, E4M3
 from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales
-from sgl_fp8rl.ops.kv import STATS
-from sgl_fp8rl.ops.paged_decode_cuda import Workspace
+from sgl_fp8rl.kv_cache.quantized import Caches, Heads, KVScalesError, LayerKV, QuantizedKV, on_host
+from sgl_fp8rl.ops.paged_decode import Codes
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
 
-ERRORS = 7
-"""Sums of a layer, float64 (``quant_error.py``): tokens; then for K and for V the squared errors,
-the squares, and the number of NaN and Inf elements."""
 
-
-class KVScalesError(ValueError):
-    """KV scales that do not match this model, or are not valid scales."""
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The KV heads of the whole model, and those of this rank."""
-
-    total: int
-    first: int
-    count: int
-
-    @classmethod
-    def of(cls, total: int, rank: int, tp_size: int) -> "Heads":
-        """As SGLang splits them: with more ranks than heads, each head is on several ranks."""
-        if tp_size <= total:
-            return cls(total, rank * (total // tp_size), total // tp_size)
-        return cls(total, rank // (tp_size // total), 1)
-
-    @property
-    def mine(self) -> slice:
-        return slice(self.first, self.first + self.count)
-
-
-class KVScales(nn.Module):
+class KVScales(QuantizedKV):
     """The scales of one rank's KV cache and the statistics of what was stored under them.
 
     Args:
         heads: the KV heads of the model.
         scheme: ``kv_scheme`` of the server arguments.
     """
+
+    format = E4M3
 
     def __init__(
         self,
@@ -66,34 +37,19 @@ class KVScales(nn.Module):
         scheme: str,
         device: torch.device | str,
     ) -> None:
-        super().__init__()
-        self.layers, self.heads = layers, heads
+        super().__init__(layers, heads, device)
         self.scheme = scheme
         self.pending: set[int] = set()
         """Layers whose next prefill measures their scales."""
-        self.measuring = False
-        """Whether the current forward pass may be measured (``kv_calibrate.watch_forward``)."""
-        self.to_observe = [0] * self.layers
-        """Prefilled tokens of each layer whose error will be measured (``quant_error.py``)."""
         self._measured: torch.cuda.Event | None = None
         """Where the GPU writes the scales that it measured last."""
-        self.errors: torch.Tensor | None = None
-        """``[layers, ERRORS]`` after the first request; no graph reads it."""
-        self.workspace: Workspace | None = None
-        """Of our decode kernel, where it serves."""
-        self.elements = [0] * self.layers
-        """Elements of K per token and layer on this rank; V has as many."""
         # SGLang loads models with BF16 as the default dtype
         shape = (self.layers, len(KV_SCALE_ROWS), heads.total)
         ones = torch.ones(shape, dtype=torch.float32, device=device)
         self.scales: torch.Tensor
-        self.statistics: torch.Tensor
         self.register_buffer("scales", ones)  # of the whole model, on each rank
         for name, factors in self._derive(ones).items():
             self.register_buffer(name, factors)
-        self.register_buffer(
-            "statistics", torch.zeros(self.layers, STATS, dtype=torch.int64, device=device)
-        )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -152,7 +108,7 @@ class KVScales(nn.Module):
         return derived | {name: derive(mine) for name, derive in _derivations()}
 
     def after_update(self, incoming_L3H: torch.Tensor | None) -> None:
-        """Follow new weights: use the scales that came with them, else apply the scheme."""
+        """Use the scales that came with the weights, else apply the scheme."""
         if incoming_L3H is not None:
             self.write(incoming_L3H)
         elif self.scheme == "unit":
@@ -163,6 +119,13 @@ class KVScales(nn.Module):
     def recalibrate(self) -> None:
         """Have the next prefill measure every layer; the cache must be empty."""
         self.pending = set(range(self.layers))
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self.pending)
+
+    def layer(self, index: int) -> "ScaledLayer":
+        return ScaledLayer(self, index)
 
     def load(self, path: str | Path) -> None:
         """Set the scales of a file.
@@ -180,61 +143,48 @@ class KVScales(nn.Module):
         return on_host(self.scales, self._measured), on_host(self.statistics, self._measured)
 
 
-class LayerKV:
-    """One layer's part of ``KVScales``: what a hook on its attention needs, made once.
+class ScaledLayer(LayerKV):
+    """One layer's part of ``KVScales``."""
 
-    Stored on SGLang's layer; since it is not a module, it adds no parameter names.
-    """
+    scales: KVScales
 
     def __init__(self, scales: KVScales, layer_index: int) -> None:
-        self.scales, self.layer_index = scales, layer_index
+        super().__init__(scales, layer_index)
         (self.k_scale_h, self.v_scale_h) = scales.store[:, layer_index]  # type: ignore[index]
         (self.q_factor_h,) = scales.q_factor[:, layer_index]  # type: ignore[index]
         self.factors = {
             name: scales.get_buffer(name)[:, layer_index].unbind() for name, _ in _derivations()
         }
         """By attention backend: what its row of ``BACKENDS`` derives."""
-        self.statistics = scales.statistics[layer_index]
 
     @property
     def is_due(self) -> bool:
-        """Whether to measure this layer's scales on the current tokens."""
         return self.scales.measuring and self.layer_index in self.scales.pending
 
-    @property
-    def is_observed(self) -> bool:
-        """Whether to measure the error of the current tokens."""
-        return self.scales.measuring and self.scales.to_observe[self.layer_index] > 0
+    def store(
+        self,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        slots_T: torch.Tensor,
+        caches: Caches,
+        read_back: bool = False,
+    ) -> Caches | None:
+        """As ``ops.kv.store_kv``, whose result it is."""
+        if k_THD.is_cuda:
+            from sgl_fp8rl.ops.kv_triton import store_kv
+        else:
+            from sgl_fp8rl.ops.kv import store_kv
+        scales = self.k_scale_h, self.v_scale_h
+        return store_kv(
+            k_THD, v_THD, slots_T, *caches, *scales, self.statistics, read_back=read_back
+        )
 
-
-def layer_kv(layer: Any) -> LayerKV | None:
-    """Our part of an attention layer, or None if its KV cache is not ours."""
-    return getattr(layer, "fp8rl_layer", None)
+    def codes(self, caches: Caches) -> Codes:
+        return Codes(*caches, self.k_scale_h, self.v_scale_h)
 
 
 def _derivations() -> list[tuple[str, Derive]]:
     return [(name, row.derive) for name, row in BACKENDS.items() if row.derive is not None]
-
-
-def on_host(x: torch.Tensor, behind: torch.cuda.Event | None = None) -> torch.Tensor:
-    """A copy of x, without waiting for its device's other work but that before ``behind``."""
-    if not x.is_cuda:
-        return x.clone()
-    stream = _beside(x.device)
-    with torch.cuda.stream(stream):
-        if behind is not None:
-            stream.wait_event(behind)
-        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-    done.synchronize()
-    return copy
-
-
-@functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """One stream, reused: torch cycles through a few, and the next may be SGLang's own."""
-    return torch.cuda.Stream(device)
 
 
 def read_file(path: str | Path) -> list[Any]:

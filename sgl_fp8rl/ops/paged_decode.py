@@ -25,16 +25,22 @@ class Codes:
     token_scales_HS: torch.Tensor | None = None
     """INT8: of K and V of each token, ``pack_token_scales``."""
 
-    def values(self, slots_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of these slots, FP32 ``[T, H, D]``."""
-        k_THD, v_THD = self.k_SHD[slots_T].float(), self.v_SHD[slots_T].float()
+    def values(
+        self, slots_T: torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of these slots, ``[T, H, D]``."""
+        # as bytes: not every torch version and device can index FP8
+        k_THD, v_THD = (
+            x_SHD.view(torch.uint8)[slots_T].view(x_SHD.dtype).to(dtype)
+            for x_SHD in (self.k_SHD, self.v_SHD)
+        )
         if self.token_scales_HS is None:
             assert self.k_scale_H is not None and self.v_scale_H is not None
-            return k_THD * self.k_scale_H[:, None], v_THD * self.v_scale_H[:, None]
-        bits_TH = self.token_scales_HS[:, slots_T].t()
-        k_TH = (bits_TH << 16).view(torch.float32)
-        v_TH = (bits_TH & -65536).view(torch.float32)
-        return k_THD * k_TH[..., None], v_THD * v_TH[..., None]
+            k_scale, v_scale = self.k_scale_H[:, None], self.v_scale_H[:, None]
+        else:
+            bits_TH1 = self.token_scales_HS[:, slots_T].t()[..., None]
+            k_scale, v_scale = (x.view(torch.float32) for x in (bits_TH1 << 16, bits_TH1 & -65536))
+        return k_THD * k_scale.to(dtype), v_THD * v_scale.to(dtype)
 
 
 @dataclass(frozen=True)

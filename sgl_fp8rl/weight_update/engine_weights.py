@@ -14,6 +14,7 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl.kv_cache import incoming_scales
+from sgl_fp8rl.kv_cache.quantized import QuantizedKV
 from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -41,7 +42,7 @@ class EngineWeights:
     """The weights of one rank: its routes, its policy version and its state.
 
     Args:
-        kv: the scales of an FP8 KV cache, or None where it is not FP8.
+        kv: of an 8-bit KV cache, or None where it has 16 bits.
         options: the engine's, by default the defaults.
     """
 
@@ -49,7 +50,7 @@ class EngineWeights:
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        kv: KVScales | None = None,
+        kv: QuantizedKV | None = None,
         options: Fp8RLServerArgs | None = None,
     ) -> None:
         self.model = model
@@ -171,14 +172,16 @@ class EngineWeights:
         Raises:
             ManifestError: scales for a cache that has none, or of wrong shapes.
         """
-        if self.kv is None:
-            if KV_SCALES in manifest.tensors:
-                raise ManifestError(
-                    f"the update brings {KV_SCALES}, but the engine's KV cache is not FP8; start "
-                    f"it with --kv-cache-dtype fp8_e4m3, or send none"
-                )
-            return frozenset()
-        return incoming_scales.check(manifest, self.kv.layers, self.kv.heads.total)
+        if isinstance(self.kv, KVScales):
+            return incoming_scales.check(manifest, self.kv.layers, self.kv.heads.total)
+        if KV_SCALES in manifest.tensors:
+            kind = "16 bits" if self.kv is None else "a scale for each token"
+            raise ManifestError(
+                f"the update brings {KV_SCALES}, but the engine's KV cache has {kind}; send none, "
+                f"or start the engine with --kv-cache-dtype fp8_e4m3"
+            )
+        # those of a checkpoint
+        return frozenset() if self.kv is None else incoming_scales.names_in(manifest.tensors)
 
     def forget(self, fingerprint: str) -> None:
         """Take back an ``accept``: another rank refused."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_fp8rl.kv_cache import incoming_scales
+from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol.manifest import ManifestError, wrong_names
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import are_names, excerpt
@@ -160,8 +161,8 @@ class Session:
         self.weights.check_addresses()
         seconds = self.writer.finish()  # a GPU may have written until now
         self.writer.end()
-        if kv_scales and self.weights.kv is not None:
-            kv = self.weights.kv
+        kv = self.weights.kv
+        if kv_scales and isinstance(kv, KVScales):
             self.kv_scales = incoming_scales.assemble(kv_scales, kv.layers, kv.heads.total)
             kv.check(self.kv_scales)
         self.finished = True

@@ -12,7 +12,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_fp8rl.engine import internal_requests, kv_attention, kv_calibrate
 from sgl_fp8rl.engine.kv_calibrate import MARGIN, SMALL_MARGIN, SMALL_SAMPLE
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales
+from sgl_fp8rl.kv_cache.quantized import Heads
+from sgl_fp8rl.kv_cache.scales import KVScales
 from tests.sgl_fp8rl.kv_cache import fakes
 from tests.sgl_fp8rl.kv_cache.fakes import BF16, DIM, GROUP, HEADS, Backend, batch, qkv
 

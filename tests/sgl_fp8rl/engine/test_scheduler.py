@@ -17,7 +17,8 @@ import torch
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl.formats.weight_format import TensorSpec
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales
+from sgl_fp8rl.kv_cache.quantized import Heads
+from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
@@ -818,7 +819,7 @@ def test_an_unknown_message_is_refused(
 @pytest.mark.parametrize("op", ["kv", "kv_observe", "kv_recalibrate"])
 def test_without_an_fp8_kv_cache(engine: Engine, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for reply in answers(engine, {"message": json.dumps({"op": op})}, monkeypatch):
-        assert "not FP8" in reply["error"]
+        assert "KV cache" in reply["error"]
 
 
 @pytest.mark.guarantee("malformed", fault="out of memory while one rank of two answers a message")

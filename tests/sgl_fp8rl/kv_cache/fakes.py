@@ -14,7 +14,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
 from sgl_fp8rl.engine.kv_setup import attach
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales
+from sgl_fp8rl.kv_cache.quantized import Heads
+from sgl_fp8rl.kv_cache.scales import KVScales
 from tests import oracle
 
 HEADS, GROUP, DIM, SLOTS, PAGE = 2, 2, 64, 64, 16

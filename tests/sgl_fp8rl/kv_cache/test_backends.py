@@ -214,8 +214,23 @@ def test_the_doctor_tells(
 
 def test_on_hopper_flags_choose_our_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "capability", lambda: HOPPER)
-    chosen = plugin._for_fp8_kv({"quantization": "fp8rl", "kv_cache_dtype": "fp8_e4m3"})
-    assert chosen["decode_attention_backend"] == TRTLLM_MHA
+    given = {"quantization": "fp8rl", "kv_cache_dtype": "fp8_e4m3"}
+    for kv_cache in (None, "e4m3"):
+        chosen = plugin._for_8_bit_kv(given, kv_cache)
+        assert chosen["decode_attention_backend"] == TRTLLM_MHA
+
+
+def test_our_flag_asks_sglang_for_one_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"quantization": "fp8rl", "kv_cache_dtype": None}
+    assert plugin._for_8_bit_kv(given, None) == {}
+    for kv_cache in ("int8", "e4m3"):
+        chosen = plugin._for_8_bit_kv(given, kv_cache)
+        assert chosen == {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}
+    with pytest.raises(ValueError, match="--kv-cache-dtype bf16 .* --fp8rl-kv-cache int8"):
+        plugin._for_8_bit_kv({**given, "kv_cache_dtype": "bf16"}, "int8")
+    monkeypatch.setattr(backends, "capability", lambda: HOPPER)
+    with pytest.raises(ValueError, match="int8 .*--fp8rl-kv-cache e4m3"):
+        plugin._for_8_bit_kv(given, "int8")
 
 
 @pytest.mark.parametrize(

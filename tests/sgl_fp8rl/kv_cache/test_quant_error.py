@@ -14,7 +14,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_fp8rl.engine.kv_attention import folded_decode, folded_extend
 from sgl_fp8rl.engine.kv_calibrate import watch_forward
 from sgl_fp8rl.kv_cache import kv_stats, quant_error
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
+from sgl_fp8rl.kv_cache.quantized import Heads
+from sgl_fp8rl.kv_cache.scales import KVScales, ScaledLayer
 from tests import kv_oracle, oracle
 
 LAYERS, HEADS, DIM, SLOTS = 2, 2, 32, 64
@@ -48,7 +49,7 @@ class Engine:
         def layers(runner: Any, batch: Any) -> None:
             for row in range(LAYERS):
                 layer = RadixAttention(HEADS, DIM, 1.0, HEADS, row)
-                layer.fp8rl_layer = LayerKV(self.scales, row)
+                layer.fp8rl_layer = ScaledLayer(self.scales, row)
                 hook(attend, self, k.clone(), k, v, layer, batch)
 
         model = SimpleNamespace(fp8rl_kv=self.scales)
@@ -112,12 +113,14 @@ def test_clipping_is_part_of_the_error() -> None:
 
 def test_it_is_what_the_cache_holds() -> None:
     engine = Engine(0.02, 0.02)
-    k = tokens(4, 3.0)
-    engine.forward(k, k, [1, 2, 3, 4])
+    k_THD = tokens(4, 3.0).view(4, HEADS, DIM)
+    layer, slots, caches = ScaledLayer(engine.scales, 0), torch.tensor([1, 2, 3, 4]), engine.cache
+    layer.store(k_THD, k_THD, slots, (caches[0], caches[1]))
     engine.cache[0].zero_()  # as a store that is wrong would leave it
-    slots, cache = torch.tensor([1, 2, 3, 4]), engine.cache[0]
-    sums = quant_error.error_sums(k.view(4, HEADS, DIM), slots, cache, torch.full((HEADS,), 0.02))
-    assert float(sums[0]) == float(sums[1]) > 0
+    quant_error.start(engine.scales)
+    quant_error.observe(layer, k_THD, k_THD, slots, (caches[0], caches[1]))
+    (told, _) = kv_stats.report(engine.scales, [kv_stats.of_rank(engine.scales)])["errors"]
+    assert told["error_k"] == 1.0 > told["error_v"] > 0.0
 
 
 def test_nothing_is_measured_unasked() -> None:

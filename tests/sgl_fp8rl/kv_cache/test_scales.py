@@ -14,7 +14,8 @@ from torch import nn
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.backends import FA3, AttentionBackend
 from sgl_fp8rl.kv_cache.kernel_scales import KernelScales, power_of_two_above
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError, LayerKV, read_file
+from sgl_fp8rl.kv_cache.quantized import Heads, KVScalesError
+from sgl_fp8rl.kv_cache.scales import KVScales, ScaledLayer, read_file
 from tests.sgl_fp8rl.kv_cache import fakes
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def former(scales_L3h: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def held(mine: LayerKV) -> dict[str, torch.Tensor]:
+def held(mine: ScaledLayer) -> dict[str, torch.Tensor]:
     """What the hooks hand to kernels for a layer."""
     (k_descale,) = mine.factors[FA3]
     return {
@@ -86,7 +87,7 @@ def held(mine: LayerKV) -> dict[str, torch.Tensor]:
 def test_kernels_are_given_the_former_values_to_the_bit(heads: Heads, size: float) -> None:
     """Also where one layer alone is written, and where a product would leave FP32."""
     scales = KVScales(3, heads, "engine", CPU)
-    layers = [LayerKV(scales, index) for index in range(3)]
+    layers = [ScaledLayer(scales, index) for index in range(3)]
     wanted = size * random_scales()
     wanted[1, 2] = 8.0  # a power of two stays what it is
     scales.write(wanted)

@@ -7,7 +7,8 @@ import torch
 
 from sgl_fp8rl.engine.kv_setup import attach
 from sgl_fp8rl.kv_cache import kv_stats
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError
+from sgl_fp8rl.kv_cache.quantized import Heads, KVScalesError
+from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
@@ -120,7 +121,7 @@ def test_an_update_without_scales(scheme: str, pending: bool) -> None:
 
 def test_a_cache_that_is_not_fp8_refuses_scales() -> None:
     weights = toy.engine(toy.toy(), toy.SHAPES)
-    with pytest.raises(ManifestError, match=r"KV cache.*FP8"):
+    with pytest.raises(ManifestError, match="KV cache"):
         toy.begin(weights, tensors(SCALES))
 
 
@@ -138,7 +139,11 @@ def test_a_first_update_records_routes_without_the_scales() -> None:
 
 def test_the_layout() -> None:
     assert kv_stats.layout(None) is None
-    assert kv_stats.layout(engine().kv) == {"layers": LAYERS, "kv_heads": HEADS}
+    assert kv_stats.layout(engine().kv) == {
+        "format": "e4m3",
+        "layers": LAYERS,
+        "kv_heads": HEADS,
+    }
 
 
 def test_what_a_report_says() -> None:
