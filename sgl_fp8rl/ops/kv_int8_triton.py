@@ -1,4 +1,4 @@
-"""INT8 keys and values on the GPU: one launch stores K and V of a layer, with scales and statistics.
+"""INT8 keys and values on the GPU: one launch stores K and V of a layer, with statistics.
 
 The bytes and the statistics are those of ``kv_int8.py``: the rotation adds in its order, a pair at
 a time, so that what a token has depends on no other. Only results are allocated and nothing is
