@@ -175,9 +175,6 @@ def fa3_descales(model: torch.nn.Module) -> dict[str, Hook]:
 def paged_decode(call: Call) -> torch.Tensor:
     """AROUND ``TRTLLMHAAttnBackend.forward_decode``: our kernel, by the backend's page tables.
 
-    With the keyword ``fp8rl_q_is_ready`` q was multiplied by ``q_factor_h`` (``kv_decode.py``),
-    which is in the descale of K that FA3 takes.
-
     Raises:
         RuntimeError: the kernel lacks a feature of the layer.
     """
@@ -188,10 +185,8 @@ def paged_decode(call: Call) -> torch.Tensor:
             "--decode-attention-backend flashinfer"
         )
     call.store()
-    (k_descale_h,) = mine.factors[FA3]
-    k_scale_h = k_descale_h if call.kwargs.get("fp8rl_q_is_ready") else mine.k_scale_h
     k_cache, v_cache = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-    codes = Codes(k_cache, v_cache, k_scale_h, mine.v_scale_h)
+    codes = Codes(k_cache, v_cache, mine.k_scale_h, mine.v_scale_h)
     lengths_B = backend.forward_metadata.cache_seqlens_int32
     table_BP = backend._get_layer_page_table(layer, call.forward_batch)
     pages = Pages(table_BP, backend.page_size, lengths_B)
