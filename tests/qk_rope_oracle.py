@@ -1,26 +1,28 @@
-"""QK-norm, rotary embedding and FP8 store in float64 NumPy, and cases to hold ``norm_rope_store``
+"""QK-norm, rotary embedding and 8-bit store in float64 NumPy, and cases to hold ``norm_rope_store``
 against.
 
 The oracle shares no code with ``sgl_fp8rl.ops``: it walks tokens and heads in plain loops,
-rounds to BF16 by ``frexp`` and stores by ``tests.kv_oracle``. It rounds only where values become
-BF16, so an implementation that also rounds to FP32 agrees to the last bit where FP32 is exact
-(``exact``), and but for rare neighbours elsewhere (``usual``).
+rounds to BF16 by ``frexp`` and stores by ``tests.kv_oracle`` or ``tests.kv_int8_oracle``. It rounds
+only where values become BF16, so an implementation that also rounds to FP32 agrees to the last bit
+where FP32 is exact (``exact``), and but for rare neighbours elsewhere (``usual``).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sgl_fp8rl.ops.qk_rope import Cache, Norms
-from tests import kv_oracle, oracle
+from tests import kv_int8_oracle, kv_oracle, oracle
 from tests.kv_oracle import SLOTS, Codes
 
 Tensor = torch.Tensor
 F64 = NDArray[np.float64]
 BF16 = torch.bfloat16
+Left = tuple[F64, Codes, Codes, list[int], NDArray[Any]]
 Step = Callable[[Tensor, Tensor, Tensor, Norms | None, Tensor, Cache], Tensor]
 """``norm_rope_store`` of the reference or of the kernel."""
 
@@ -68,16 +70,19 @@ class Got:
         before = self.qkv.view(torch.int16).clone()
         self.q = step(self.qkv, self.positions, self.cos_sin, self.norms, self.slots, self.cache)
         assert torch.equal(self.qkv.view(torch.int16), before), "the projection was written to"
-        assert self.q.dtype == BF16 and self.q.is_contiguous()
+        is_int8 = self.cache.token_scales_HS is not None
+        assert self.q.dtype == (torch.float16 if is_int8 else BF16) and self.q.is_contiguous()
         for cache in (self.k_cache, self.v_cache):
             cache.assert_around()
         return self
 
-    def left(self) -> tuple[F64, Codes, Codes, list[int]]:
-        """q, the codes of K and of V, and the statistics."""
+    def left(self) -> Left:
+        """q, the codes of K and of V, the statistics, and the scales of INT8."""
         codes = [kv_oracle.bytes_of(cache.box) for cache in (self.k_cache, self.v_cache)]
         q_TND = self.q.unflatten(1, (-1, self.k_cache.shape[2])).double().cpu().numpy()
-        return q_TND, codes[0], codes[1], self.cache.stats_C.tolist()
+        scales = self.cache.token_scales_HS
+        words = np.zeros(0) if scales is None else scales.cpu().numpy().view(np.uint32)
+        return q_TND, codes[0], codes[1], self.cache.stats_C.tolist(), words
 
 
 @dataclass
@@ -91,31 +96,36 @@ class Case:
     norms: Norms | None
     slots_T: Tensor
     scale_2H: Tensor
-    factor_H: Tensor
     gap: int = 0
+    int8: bool = False
 
     def on(self, device: str) -> Got:
         """Tensors as an engine has them; tokens of the projection and heads of the cache lie
         ``gap`` elements apart."""
         T, heads, D = self.qkv_THD.shape
-        H = len(self.factor_H)
+        H = self.scale_2H.shape[1]
         wide = torch.zeros(T, heads * D + self.gap, dtype=BF16, device=device)
         qkv = wide[:, : heads * D]
         qkv.copy_(self.qkv_THD.flatten(1))
         k, v = (kv_oracle.Cache((T + SLOTS, H, D), self.gap, device) for _ in range(2))
-        scale_2H = self.scale_2H.to(device)
         stats = torch.tensor([5, 1, 2, 0, 0], device=device)
-        cache = Cache(k.box, v.box, scale_2H[0], scale_2H[1], self.factor_H.to(device), stats)
+        if self.int8:
+            scales_HS = torch.zeros(H, T + SLOTS, dtype=torch.int32, device=device)
+            boxes = k.box.view(torch.int8), v.box.view(torch.int8)
+            cache = Cache(*boxes, token_scales_HS=scales_HS, stats_C=stats)
+        else:
+            scale_2H = self.scale_2H.to(device)
+            cache = Cache(k.box, v.box, scale_2H[0], scale_2H[1], stats_C=stats)
         norms = self.norms and replace(
             self.norms, q_D=self.norms.q_D.to(device), k_D=self.norms.k_D.to(device)
         )
         moved = [x.to(device) for x in (self.positions_T, self.cos_sin_PD, self.slots_T)]
         return Got(qkv, moved[0], moved[1], norms, moved[2], k, v, cache, qkv)
 
-    def want(self) -> tuple[F64, Codes, Codes, list[int]]:
+    def want(self) -> Left:
         """What ``Got.left`` must be, by the oracle."""
         T, heads, D = self.qkv_THD.shape
-        H = len(self.factor_H)
+        H = self.scale_2H.shape[1]
         N = heads - 2 * H
         x = self.qkv_THD.double().numpy()
         out = x.copy()
@@ -127,8 +137,15 @@ class Case:
                     weight_D = (self.norms.q_D if h < N else self.norms.k_D).double().numpy()
                 eps = 0.0 if self.norms is None else self.norms.eps
                 out[t, h] = turned(x[t, h], cos_sin_D, weight_D, eps)
-                if h < N:
-                    out[t, h] *= float(self.factor_H[h // (N // H)])
+                if h < N and self.int8:
+                    q_D = kv_int8_oracle.rotated(out[t, h].astype(np.float32))
+                    out[t, h] = q_D.clip(-65504, 65504).astype(np.float16)
+        if self.int8:
+            k, v = (torch.from_numpy(out[:, at : at + H]).to(BF16) for at in (N, N + H))
+            made = kv_oracle.Case(k, v, self.slots_T, self.scale_2H[0], self.scale_2H[1])
+            left = kv_int8_oracle.want(made)
+            words = np.where(left.scales_HS == kv_int8_oracle.UNUSED, 0, left.scales_HS)
+            return out[:, :N], *left.codes, left.stats, words
         stats, caches = [5, 1, 2, 0, 0], []
         for side, first in enumerate((N, N + H)):
             codes = np.zeros((T + SLOTS, H, D), np.uint8)
@@ -142,22 +159,19 @@ class Case:
             stats[1 + side] += clipped
             stats[3 + side] = top
         stats[0] += counted
-        return out[:, :N], caches[0], caches[1], stats
+        return out[:, :N], caches[0], caches[1], stats, np.zeros(0)
 
 
-def assert_equal(
-    got: tuple[F64, Codes, Codes, list[int]], want: tuple[F64, Codes, Codes, list[int]]
-) -> None:
+def assert_equal(got: Left, want: Left) -> None:
     """To the last bit."""
     for name, mine, other in zip(("q", "codes of K", "codes of V"), got, want, strict=False):
         wrong = np.argwhere(np.asarray(mine) != np.asarray(other))
         assert not len(wrong), f"{len(wrong)} {name} differ, first at {wrong[0]}"
     assert got[3] == want[3], "statistics differ"
+    assert np.array_equal(got[4], want[4]), "scales differ"
 
 
-def assert_near(
-    got: tuple[F64, Codes, Codes, list[int]], want: tuple[F64, Codes, Codes, list[int]]
-) -> float:
+def assert_near(got: Left, want: Left) -> float:
     """Equal but for rare neighbours among q and K's codes; the share of those."""
     differ = []
     for name, mine, other, step in (
@@ -193,7 +207,6 @@ def _case(
         norms,
         slots,
         scale_2H,
-        torch.exp2(-torch.randint(0, 4, (H,), generator=random)).float(),
         gap,
     )
 

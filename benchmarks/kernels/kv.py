@@ -1,4 +1,4 @@
-"""Between the QKV projection and attention: norm, rotary embedding, FP8 KV store, q's factors.
+"""Between the QKV projection and attention: norm, rotary embedding, FP8 KV store.
 
 Shape suffixes: T tokens, C channels of q, k and v together, H KV heads, D head dim, P positions.
 """
@@ -207,4 +207,4 @@ def _cache() -> Cache:
     codes = torch.zeros(2, SLOTS, H, D, dtype=torch.uint8, device=DEVICE).view(FP8_DTYPE)
     one_H = torch.ones(H, device=DEVICE)
     stats_C = torch.zeros(STATS, dtype=torch.int64, device=DEVICE)
-    return Cache(codes[0], codes[1], one_H, one_H, one_H, stats_C)
+    return Cache(codes[0], codes[1], one_H, one_H, stats_C=stats_C)

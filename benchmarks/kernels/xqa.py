@@ -38,7 +38,7 @@ def pair(load: Load) -> Pair:
     layer = kernels.layer_of("unit", inputs)
     caches = kernels.stored(layer, inputs)
     stock = kernels.attend_stock_xqa(inputs)
-    ours = kernels.attend_paged(inputs, layer, q_is_ready=True)
+    ours = kernels.attend_paged(inputs, layer)
 
     def check() -> None:
         wanted = exact(inputs)

@@ -149,12 +149,8 @@ def attend_fa2(inputs: Inputs, layer: Any, run: Any) -> Attend:
     )
 
 
-def attend_paged(inputs: Inputs, layer: Any, *, q_is_ready: bool = False) -> Attend:
-    """Our hook on SGLang's ``trtllm_mha`` decode.
-
-    Args:
-        q_is_ready: q has its factors, as behind the kernel that norms and rotates it.
-    """
+def attend_paged(inputs: Inputs, layer: Any) -> Attend:
+    """Our hook on SGLang's ``trtllm_mha`` decode."""
     q, backend, load = inputs.q_BHGD.flatten(1), page_tables(inputs), inputs.load
     rows = load.batch * load.queries
     if q.is_cuda:
@@ -173,7 +169,6 @@ def attend_paged(inputs: Inputs, layer: Any, *, q_is_ready: bool = False) -> Att
             layer,
             None,
             save_kv_cache=False,
-            fp8rl_q_is_ready=q_is_ready,
         )
 
     return attend

@@ -25,6 +25,7 @@ from benchmarks.kv.attention_inputs import (
     errors,
     exact,
 )
+from sgl_fp8rl.ops.kv_int8 import token_codes
 from sgl_fp8rl.ops.paged_decode import Codes, Pages, pack_token_scales
 from sgl_fp8rl.ops.paged_decode_cuda import Workspace, attend
 from sgl_fp8rl.ops.reference import FP8_DTYPE
@@ -105,8 +106,10 @@ def _arms(inputs: Inputs) -> Iterator[Arm]:
 
 
 def _int8(inputs: Inputs) -> Arm:
-    """INT8 codes with a scale for each token and head, which no engine stores yet."""
-    (k, k_scale_SH), (v, v_scale_SH) = map(int8_codes, (inputs.k_SHD, inputs.v_SHD))
+    """INT8 codes of the same K and V, which are not rotated: what is measured is the kernel."""
+    (k, k_scale_SH), (v, v_scale_SH) = (
+        token_codes(x_SHD, rotated=False) for x_SHD in (inputs.k_SHD, inputs.v_SHD)
+    )
     packed = pack_token_scales(k_scale_SH, v_scale_SH)
     meant = replace(
         inputs, k_SHD=k.float() * k_scale_SH[..., None], v_SHD=v.float() * v_scale_SH[..., None]
@@ -115,20 +118,13 @@ def _int8(inputs: Inputs) -> Arm:
     lengths_B = tables.forward_metadata.cache_seqlens_int32
     pages = Pages(tables._get_layer_page_table(None, None), kernels.PAGE, lengths_B)
     workspace = Workspace(len(k), load.batch, HEADS, GROUP, DIM, torch.device(DEVICE), is_int8=True)
-    q = inputs.q_BHGD.flatten(1, 2)
+    q = inputs.q_BHGD.flatten(1, 2).half()
 
     def run(caches: kernels.Caches) -> torch.Tensor:
         workspace.plan(lengths_B)
         return attend(q, Codes(*caches, token_scales_HS=packed), pages, workspace, DIM**-0.5)
 
     return Arm("paged-int8", run, (k, v), meant)
-
-
-def int8_codes(x_SHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8 codes, and a scale for each token and head, rounded up to BF16, in FP32."""
-    top_SH = (x_SHD.float().abs().amax(-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    scale_SH = ((top_SH.view(torch.int32) + 0xFFFF) & -65536).view(torch.float32)
-    return (x_SHD / scale_SH[..., None]).round().to(torch.int8), scale_SH
 
 
 BENCHMARK = Benchmark(jobs=(Job("decode", None),), measure=measure, limit_s=300.0)

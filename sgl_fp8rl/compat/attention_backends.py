@@ -23,7 +23,7 @@ ATTRIBUTES: dict[str, str] = {
         "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num v_head_dim v_scale"
     ),
     ATTENTION_BACKENDS["torch_native"]: (
-        "forward_decode forward_extend forward_metadata token_to_kv_pool"
+        "forward_decode forward_extend forward_metadata req_to_token_pool token_to_kv_pool"
     ),
     ATTENTION_BACKENDS["flashinfer"]: (
         "forward_decode forward_extend forward_metadata token_to_kv_pool"

@@ -95,8 +95,11 @@ ATTRIBUTES: dict[str, str] = {
         "cpu_group device_group rank_in_group ranks world_size"
     ),
     "sglang.srt.mem_cache.allocator.TokenToKVPoolAllocator": "available_size",
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": "get_kv_buffer kv_cache_layout size",
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": "size",
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": (
+        "get_key_buffer get_kv_buffer kv_cache_layout memory_saver_adapter size start_layer"
+    ),
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": "req_to_token size",
+    "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter": "region",
     "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry": (
         "register"
     ),
@@ -109,8 +112,8 @@ ATTRIBUTES: dict[str, str] = {
     "sglang.srt.configs.load_config.LoadFormat": "AUTO DUMMY SAFETENSORS",
     "sglang.srt.configs.model_config.AttentionArch": "MLA",
     "sglang.srt.configs.model_config.ModelConfig": (
-        "attention_arch dtype get_total_num_kv_heads hf_config is_draft_model is_hybrid_swa "
-        "quantization vocab_size"
+        "attention_arch dtype get_num_kv_heads get_total_num_kv_heads hf_config is_draft_model "
+        "is_hybrid_swa quantization vocab_size"
     ),
     "sglang.srt.model_loader.loader.DefaultModelLoader": "load_model load_weights_and_postprocess",
     "sglang.srt.model_loader.loader.DefaultModelLoader.Source": "init_new model_or_path revision",
@@ -121,7 +124,9 @@ ATTRIBUTES: dict[str, str] = {
         "decode_attention_backend_str gpu_id model model_config page_size "
         "prefill_attention_backend_str req_to_token_pool server_args token_to_kv_pool"
     ),
-    f"{_FORWARD}.forward_batch_info.ForwardBatch": "forward_mode out_cache_loc rids",
+    f"{_FORWARD}.forward_batch_info.ForwardBatch": (
+        "extend_seq_lens forward_mode out_cache_loc req_pool_indices rids seq_lens"
+    ),
     f"{_FORWARD}.forward_batch_info.ForwardMode": "is_decode is_extend",
     # layers; what computes in them is in layer_methods.py
     f"{_LAYERS}.linear.LinearBase": "params_dtype quant_method",

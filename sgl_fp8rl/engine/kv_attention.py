@@ -235,7 +235,7 @@ def _paged_attention(
     # with the first layer of a step, in a captured graph, too; or where two batches take turns
     if mine.layer_index == 0 or workspace.planned is not pages.lengths_B:
         workspace.plan(pages.lengths_B)
-    q = q_NQD.to(torch.bfloat16)
+    q = q_NQD.to(torch.float16 if codes.token_scales_HS is not None else torch.bfloat16)
     return attend_on_gpu(q, codes, pages, workspace, scaling, window)
 
 

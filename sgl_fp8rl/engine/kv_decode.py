@@ -1,5 +1,5 @@
 """A hook on attention modules: in a decode step, one kernel between QKV projection and attention
-replaces SGLang's QK-norm, rotary embedding and copies, our store and our scaling of q.
+replaces SGLang's QK-norm, rotary embedding and copies, and our store.
 
 ``mark`` selects the modules once, when the cache exists; all others, and all steps but plain
 decode, run the original code. Scales and errors are measured in prefill only, which never runs
@@ -13,7 +13,7 @@ import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.kv_cache.quantized import layer_kv
-from sgl_fp8rl.ops.qk_rope import Cache, Norms
+from sgl_fp8rl.ops.qk_rope import HEAD_DIMS, Cache, Norms
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +68,14 @@ def fused_forward(
     layer = attention.attn
     mine = layer.fp8rl_layer
     qkv, _ = attention.qkv_proj(hidden_states)
-    k_cache, v_cache = compat.get_token_to_kv_pool().get_kv_buffer(layer.layer_id)
+    codes = mine.codes(compat.get_token_to_kv_pool().get_kv_buffer(layer.layer_id))
     q = norm_rope_store(
         qkv,
         positions,
         attention.rotary_emb.cos_sin_cache,
         _norms(attention),
         forward_batch.out_cache_loc,
-        Cache(k_cache, v_cache, mine.k_scale_h, mine.v_scale_h, mine.q_factor_h, mine.statistics),
+        Cache(**vars(codes), stats_C=mine.statistics),
     )
     out = layer(q, None, None, forward_batch, save_kv_cache=False, fp8rl_q_is_ready=True)
     output, _ = attention.o_proj(out)
@@ -100,6 +100,7 @@ def _has_plain_heads(attention: Any) -> bool:
     layer = attention.attn
     return (
         layer.qk_head_dim == layer.v_head_dim == layer.head_dim == attention.head_dim
+        and attention.head_dim in HEAD_DIMS
         and layer.tp_q_head_num == attention.num_heads
         and layer.tp_k_head_num == layer.tp_v_head_num == attention.num_kv_heads
         and attention.num_heads % attention.num_kv_heads == 0

@@ -7,7 +7,7 @@ import torch
 
 from sgl_fp8rl.kv_cache.backends import INT8
 from sgl_fp8rl.kv_cache.quantized import Caches, Heads, LayerKV, QuantizedKV, on_host
-from sgl_fp8rl.ops.kv_int8 import rotate
+from sgl_fp8rl.ops.kv_int8 import rotate, rotate_queries
 from sgl_fp8rl.ops.paged_decode import Codes
 
 SCALE_BYTES = 4
@@ -79,7 +79,11 @@ class TokenScaledLayer(LayerKV):
         return Codes(k_SHD, v_SHD, token_scales_HS=self.by_token_HS)
 
     def query(self, q_NQD: torch.Tensor) -> torch.Tensor:
-        return rotate(q_NQD)
+        if not q_NQD.is_cuda:
+            return rotate_queries(q_NQD)
+        from sgl_fp8rl.ops.kv_int8_triton import rotate_queries as on_gpu
+
+        return on_gpu(q_NQD)
 
     def stored(
         self, k_THD: torch.Tensor, slots_T: torch.Tensor, caches: Caches

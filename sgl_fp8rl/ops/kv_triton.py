@@ -43,8 +43,7 @@ def store_kv(
         (x_THD.new_empty(x_THD.shape) if read_back else x_THD) for x_THD in (k_THD, v_THD)
     )
     width = triton.next_power_of_2(max(D_K, D_V))
-    size = _LARGE if T * H * width >= _MANY else _SMALL
-    rows = max(size // width, 1)
+    rows = rows_of(T * H, width)
     if T * H:
         with torch.cuda.device_of(stats_C):  # a kernel starts on the current device
             _store_rows[(triton.cdiv(T * H, rows), 2)](
@@ -74,6 +73,11 @@ def store_kv(
                 num_warps=4,
             )
     return (k_back, v_back) if read_back else None
+
+
+def rows_of(heads: int, width: int) -> int:
+    """How many of so many heads, padded to a width, a program takes."""
+    return max((_LARGE if heads * width >= _MANY else _SMALL) // width, 1)
 
 
 _LARGEST = tl.constexpr(FP8_MAX)

@@ -1,8 +1,8 @@
 """A decode step between the QKV projection and attention, in plain torch: the reference for
 ``qk_rope_triton.py``.
 
-RMSNorm over each head of q and k, rotary embedding, the store of K and V as FP8 (``kv.py``), and
-the factor of q that FA3 needs. Each step rounds to BF16 where SGLang's kernel for it does.
+RMSNorm over each head of q and k, rotary embedding, and the store of K and V as FP8 (``kv.py``) or
+as INT8 (``kv_int8.py``). Each step rounds to BF16 where SGLang's kernel for it does.
 
 Shape suffixes: T tokens, C channels of q, k and v concatenated, N query heads, H KV heads of this
 rank, D head dim, P positions, S slots; other suffixes as in ``kv.py``.
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from sgl_fp8rl.ops.kv import check_scales, check_store, store_kv
+from sgl_fp8rl.ops.kv_int8 import check_store_int8, rotate_queries, store_kv_int8
+from sgl_fp8rl.ops.paged_decode import Codes
 
-MIN_HEAD_DIM = 32
+HEAD_DIMS = (32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,11 @@ class Norms:
     eps: float
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Caches and scales of K and V of a layer, as arguments of ``kv.store_kv``."""
+@dataclass(frozen=True, kw_only=True)
+class Cache(Codes):
+    """The caches of a layer and their statistics, as arguments of ``kv.store_kv`` or
+    ``kv_int8.store_kv_int8``."""
 
-    k_SHD: torch.Tensor
-    v_SHD: torch.Tensor
-    k_scale_H: torch.Tensor
-    v_scale_H: torch.Tensor
-    q_factor_H: torch.Tensor
-    """FP32 powers of two that multiply the query heads of each KV head."""
     stats_C: torch.Tensor
 
 
@@ -52,8 +49,8 @@ def norm_rope_store(
 
     A head x becomes ``x * rsqrt(mean(x ** 2) + eps) * weight``, rounded to BF16 once. Its halves
     (low, high) then become ``(low * cos - high * sin, high * cos + low * sin)`` in FP32, the first
-    product of each unrounded (a fused multiply-add), and are rounded to BF16. K's code is that of
-    the BF16 value, as from ``kv.store_kv``.
+    product of each unrounded (a fused multiply-add), and are rounded to BF16. K's codes are those
+    of the BF16 values, as from ``kv.store_kv`` or ``kv_int8.store_kv_int8``.
 
     Args:
         qkv_TC: BF16 ``[T, (N + 2 H) * D]``, heads concatenated, any stride over tokens; not
@@ -64,7 +61,7 @@ def norm_rope_store(
         slots_T: int64; only ``kv.PADDING_SLOT`` may be repeated.
 
     Returns:
-        q, BF16 ``[T, N * D]``, contiguous.
+        q, ``[T, N * D]``, contiguous: BF16, or over INT8 ``kv_int8.rotate_queries`` of it, FP16.
 
     Raises:
         ValueError: shapes or dtypes do not match.
@@ -75,19 +72,17 @@ def norm_rope_store(
         q_THD = _normed(q_THD, norms.q_D, norms.eps)
         k_THD = _normed(k_THD, norms.k_D, norms.eps)
     cos_sin_T1D = cos_sin_PD[positions_T].float().unsqueeze(1)
-    store_kv(
-        _rotated(k_THD, cos_sin_T1D),
-        v_THD,
-        slots_T,
-        cache.k_SHD,
-        cache.v_SHD,
-        cache.k_scale_H,
-        cache.v_scale_H,
-        cache.stats_C,
-        read_back=False,
-    )
-    factor_N1 = cache.q_factor_H.repeat_interleave(N // H).unsqueeze(1)
-    return (_rotated(q_THD, cos_sin_T1D) * factor_N1).to(torch.bfloat16).flatten(1)
+    q_THD, k_THD = _rotated(q_THD, cos_sin_T1D), _rotated(k_THD, cos_sin_T1D)
+    caches, stats_C = (cache.k_SHD, cache.v_SHD), cache.stats_C
+    if cache.token_scales_HS is None:
+        assert cache.k_scale_H is not None and cache.v_scale_H is not None
+        scales = cache.k_scale_H, cache.v_scale_H
+        store_kv(k_THD, v_THD, slots_T, *caches, *scales, stats_C, read_back=False)
+    else:
+        token_scales_HS = cache.token_scales_HS
+        store_kv_int8(k_THD, v_THD, slots_T, *caches, token_scales_HS, stats_C, read_back=False)
+        q_THD = rotate_queries(q_THD)
+    return q_THD.flatten(1)
 
 
 def check(
@@ -104,9 +99,9 @@ def check(
         ValueError: the arguments of ``norm_rope_store`` do not match.
     """
     H, D = cache.k_SHD.shape[-2:]
-    if D < MIN_HEAD_DIM or D & (D - 1):
+    if D not in HEAD_DIMS:
         raise ValueError(
-            f"the head dim is {D}; norm_rope_store takes powers of two, at least {MIN_HEAD_DIM}"
+            f"the head dim is {D}; norm_rope_store takes {', '.join(map(str, HEAD_DIMS))}"
         )
     heads, rest = divmod(qkv_TC.shape[-1], D)
     N = heads - 2 * H
@@ -137,15 +132,14 @@ def check(
                 f"a norm's weight is {weight_D.dtype} of shape {list(weight_D.shape)}; "
                 f"pass {D} contiguous BF16"
             )
-    factor_H = cache.q_factor_H
-    if factor_H.dtype != torch.float32 or factor_H.shape != (H,):
-        raise ValueError(
-            f"q's factors are {factor_H.dtype} of shape {list(factor_H.shape)}; "
-            f"pass FP32, one for each of {H} KV heads"
-        )
     _, k_THD, v_THD = qkv_TC.unflatten(1, (-1, D)).split([N, H, H], 1)
-    check_store(k_THD, v_THD, slots_T, cache.k_SHD, cache.v_SHD, cache.stats_C)
-    check_scales(cache.k_scale_H, cache.v_scale_H, H)
+    caches, stats_C = (cache.k_SHD, cache.v_SHD), cache.stats_C
+    if cache.token_scales_HS is None:
+        check_store(k_THD, v_THD, slots_T, *caches, stats_C)
+        assert cache.k_scale_H is not None and cache.v_scale_H is not None
+        check_scales(cache.k_scale_H, cache.v_scale_H, H)
+    else:
+        check_store_int8(k_THD, v_THD, slots_T, *caches, cache.token_scales_HS, stats_C)
     return N, H, D
 
 

@@ -1,9 +1,9 @@
-"""QK-norm, rotary embedding, FP8 store and q's factor in a decode step: one launch per layer.
+"""QK-norm, rotary embedding and 8-bit store in a decode step: one launch per layer.
 
 The bytes and the statistics are those of ``qk_rope.py`` and of SGLang's kernels (``qknorm.cuh``,
-``rope.cuh``) followed by ``kv_triton.py``, except for the order in which a norm's squares are
-summed and the GPU's approximate root: rarely a BF16 value differs by one ulp. Only results are
-allocated and nothing is synchronized, so a CUDA graph can capture it.
+``rope.cuh``) followed by ``kv_triton.py`` or ``kv_int8_triton.py``, except for the order in which a
+norm's squares are summed and the GPU's approximate root: rarely a BF16 value differs by one ulp.
+Only results are allocated and nothing is synchronized, so a CUDA graph can capture it.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -12,6 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_fp8rl.ops.kv_int8_triton import (
+    bf16_bits,
+    bits_of,
+    clipped_int8,
+    codes_of,
+    hadamard,
+    halves,
+    log_block,
+    scale_of,
+    to_fp16,
+)
 from sgl_fp8rl.ops.kv_triton import PADDING, clipped, count, magnitude, saturate
 from sgl_fp8rl.ops.qk_rope import Cache, Norms, check
 
@@ -31,9 +42,15 @@ def norm_rope_store(
     """``qk_rope.norm_rope_store`` on the current stream; there is what it takes and raises."""
     N, H, D = check(qkv_TC, positions_T, cos_sin_PD, norms, slots_T, cache)
     T = len(qkv_TC)
-    q_TC = qkv_TC.new_empty(T, N * D)
+    token_scales_HS = cache.token_scales_HS
+    is_int8 = token_scales_HS is not None
+    q_TC = qkv_TC.new_empty(T, N * D, dtype=torch.float16 if is_int8 else torch.bfloat16)
     if T == 0:
         return q_TC
+    scales = (
+        (cache.k_scale_H, cache.v_scale_H) if token_scales_HS is None else halves(token_scales_HS)
+    )
+    assert scales[0] is not None and scales[1] is not None
     blocks = 2 * triton.cdiv(H, _ROWS) + triton.cdiv(N, _ROWS)
     with torch.cuda.device_of(qkv_TC):  # a kernel starts on the current device
         _some_heads[(T, blocks)](
@@ -48,9 +65,7 @@ def norm_rope_store(
             slots_T,
             cache.k_SHD,
             cache.v_SHD,
-            cache.k_scale_H,
-            cache.v_scale_H,
-            cache.q_factor_H,
+            *scales,
             cache.stats_C,
             qkv_TC.stride(0),
             positions_T.stride(0),
@@ -58,14 +73,15 @@ def norm_rope_store(
             slots_T.stride(0),
             *cache.k_SHD.stride()[:2],
             *cache.v_SHD.stride()[:2],
-            cache.k_scale_H.stride(0),
-            cache.v_scale_H.stride(0),
-            cache.q_factor_H.stride(0),
+            scales[0].stride(0),
+            scales[1].stride(0),
             Q_HEADS=N,
             KV_HEADS=H,
             D=D,
+            LOG_D=log_block(D),
             ROWS=_ROWS,
             NORMED=norms is not None,
+            INT8=is_int8,
             num_warps=_WARPS,
         )
     return q_TC
@@ -111,6 +127,25 @@ def _rotated(
 
 
 @triton.jit
+def _spread(
+    low: tl.tensor, high: tl.tensor, ROWS: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """``kv_int8.rotate``: both halves times a matrix of all channels."""
+    low = hadamard(low, ROWS, D // 2, LOG_D - 1)
+    high = hadamard(high, ROWS, D // 2, LOG_D - 1)
+    return (low + high) * D**-0.5, (low - high) * D**-0.5
+
+
+@triton.jit
+def _scale(scales: tl.tensor, slot: tl.tensor, inside: tl.tensor, INT8: tl.constexpr) -> tl.tensor:
+    """Of E4M3 the scales of heads; of INT8 where the scales of this token go."""
+    if INT8:
+        return scales + slot * 2
+    else:
+        return tl.load(scales, mask=inside, other=1.0)
+
+
+@triton.jit
 def _store(
     low: tl.tensor,
     high: tl.tensor,
@@ -122,16 +157,29 @@ def _store(
     stats: tl.tensor,
     SIDE: tl.constexpr,
     D: tl.constexpr,
+    LOG_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    INT8: tl.constexpr,
 ) -> None:
     """Store heads whose first codes are at ``cache`` ``[ROWS, 1]``, with statistics."""
-    low_quotient = tl.div_rn(low, scale)
-    high_quotient = tl.div_rn(high, scale)
     first = cache + tl.arange(0, D // 2)[None, :]
-    tl.store(first, saturate(low_quotient).to(tl.float8e4nv), mask=inside)
-    tl.store(first + D // 2, saturate(high_quotient).to(tl.float8e4nv), mask=inside)
     real = inside & (slot != PADDING)
-    beyond = clipped(low_quotient, real) + clipped(high_quotient, real)
     bits = tl.maximum(magnitude(low, real), magnitude(high, real))
+    if INT8:
+        if SIDE == 0:
+            low, high = _spread(low, high, ROWS, D, LOG_D)
+        top = tl.max(tl.maximum(bits_of(low), bits_of(high)), axis=1)
+        found = scale_of(top)[:, None]
+        tl.store(first, codes_of(low, found), mask=inside)
+        tl.store(first + D // 2, codes_of(high, found), mask=inside)
+        tl.store(scale, bf16_bits(found), mask=inside)
+        beyond = clipped_int8(low, real) + clipped_int8(high, real)
+    else:
+        low_quotient = tl.div_rn(low, scale)
+        high_quotient = tl.div_rn(high, scale)
+        tl.store(first, saturate(low_quotient).to(tl.float8e4nv), mask=inside)
+        tl.store(first + D // 2, saturate(high_quotient).to(tl.float8e4nv), mask=inside)
+        beyond = clipped(low_quotient, real) + clipped(high_quotient, real)
     count(beyond, bits, largest, stats, SIDE)
 
 
@@ -142,7 +190,6 @@ def _store(
         "slots",
         "k_scales",
         "v_scales",
-        "q_factors",
         "stats",
     ]
 )
@@ -159,7 +206,6 @@ def _some_heads(
     v_cache: tl.tensor,
     k_scales: tl.tensor,
     v_scales: tl.tensor,
-    q_factors: tl.tensor,
     stats: tl.tensor,
     token_stride: tl.tensor,
     position_stride: tl.tensor,
@@ -171,12 +217,13 @@ def _some_heads(
     v_head_stride: tl.tensor,
     k_scale_stride: tl.tensor,
     v_scale_stride: tl.tensor,
-    q_factor_stride: tl.tensor,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    LOG_D: tl.constexpr,
     ROWS: tl.constexpr,
     NORMED: tl.constexpr,
+    INT8: tl.constexpr,
 ) -> None:
     """One program handles ``ROWS`` heads of K, V or q, in this order: statistics start first."""
     KV_BLOCKS: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
@@ -190,11 +237,11 @@ def _some_heads(
         slot = tl.load(slots + token * slots_stride)
         turn = cos_sin + tl.load(positions + token * position_stride) * cos_sin_stride
         low, high = _halves(row + (Q_HEADS + head) * D, inside, D)
-        scale = tl.load(k_scales + head * k_scale_stride, mask=inside, other=1.0)
+        scale = _scale(k_scales + head * k_scale_stride, slot, inside, INT8)
         largest = tl.load(stats + 3)
         low, high = _rotated(low, high, k_weight, eps, turn, D, NORMED)
         cache = k_cache + slot * k_slot_stride + head.to(tl.int64) * k_head_stride
-        _store(low, high, scale, cache, inside, slot, largest, stats, 0, D)
+        _store(low, high, scale, cache, inside, slot, largest, stats, 0, D, LOG_D, ROWS, INT8)
         if (block == 0) & (slot != PADDING):
             tl.atomic_add(stats, tl.full((), 1, tl.int64), sem="relaxed")
     elif block < 2 * KV_BLOCKS:
@@ -202,18 +249,21 @@ def _some_heads(
         inside = head < KV_HEADS
         slot = tl.load(slots + token * slots_stride)
         low, high = _halves(row + (Q_HEADS + KV_HEADS + head) * D, inside, D)
-        scale = tl.load(v_scales + head * v_scale_stride, mask=inside, other=1.0)
+        scale = _scale(v_scales + head * v_scale_stride, slot, inside, INT8)
         largest = tl.load(stats + 4)
         cache = v_cache + slot * v_slot_stride + head.to(tl.int64) * v_head_stride
-        _store(low, high, scale, cache, inside, slot, largest, stats, 1, D)
+        _store(low, high, scale, cache, inside, slot, largest, stats, 1, D, LOG_D, ROWS, INT8)
     else:
         head = (block - 2 * KV_BLOCKS) * ROWS + some
         inside = head < Q_HEADS
         turn = cos_sin + tl.load(positions + token * position_stride) * cos_sin_stride
         low, high = _halves(row + head * D, inside, D)
-        factors = q_factors + head // (Q_HEADS // KV_HEADS) * q_factor_stride
-        factor = tl.load(factors, mask=inside, other=1.0)
         low, high = _rotated(low, high, q_weight, eps, turn, D, NORMED)
         first = q_out + token * (Q_HEADS * D) + head * D + tl.arange(0, D // 2)[None, :]
-        tl.store(first, (low * factor).to(tl.bfloat16), mask=inside)
-        tl.store(first + D // 2, (high * factor).to(tl.bfloat16), mask=inside)
+        if INT8:
+            low, high = _spread(low, high, ROWS, D, LOG_D)
+            tl.store(first, to_fp16(low), mask=inside)
+            tl.store(first + D // 2, to_fp16(high), mask=inside)
+        else:
+            tl.store(first, low.to(tl.bfloat16), mask=inside)
+            tl.store(first + D // 2, high.to(tl.bfloat16), mask=inside)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_fp8rl.engine.kv_attention import _times_heads
 from sgl_fp8rl.ops import kv_triton, qk_rope, qk_rope_triton
 from sgl_fp8rl.ops.qk_rope_triton import norm_rope_store
 from tests.gpu.conftest import INTERPRETED
@@ -106,7 +105,7 @@ def test_what_does_not_fit_is_a_sentence(device: str) -> None:
 # ---- controls
 
 
-@pytest.mark.parametrize("name", ["eps", "weights", "position", "factor", "scale"])
+@pytest.mark.parametrize("name", ["eps", "weights", "position", "scale"])
 def test_control_a_wrong_argument_is_seen(device: str, name: str) -> None:
     made = exact((5, 16, 8, 64), normed=True)
     want = made.want()
@@ -117,8 +116,6 @@ def test_control_a_wrong_argument_is_seen(device: str, name: str) -> None:
         made.norms = replace(made.norms, k_D=made.norms.k_D.flip(0))
     elif name == "position":
         made.positions_T[2] = (made.positions_T[2] + 1) % 40
-    elif name == "factor":
-        made.factor_H[7] *= 2
     elif name == "scale":
         made.scale_2H[1, 7] *= 1.25
     with pytest.raises(AssertionError, match="differ"):
@@ -160,7 +157,6 @@ def test_a_graph_reads_what_is_there_when_it_is_replayed(device: str, tokens: in
             (live.norms.k_D, fresh.norms.k_D),
             (live.cache.k_scale_H, fresh.cache.k_scale_H),
             (live.cache.v_scale_H, fresh.cache.v_scale_H),
-            (live.cache.q_factor_H, fresh.cache.q_factor_H),
             (live.cache.stats_C, fresh.cache.stats_C),
         ):
             mine.copy_(other)
@@ -172,7 +168,7 @@ def test_a_graph_reads_what_is_there_when_it_is_replayed(device: str, tokens: in
 
 
 def sglangs(got: Got) -> Got:
-    """SGLang's kernels one after the other, and our store and product."""
+    """SGLang's kernels one after the other, and our store."""
     from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
     from sglang.kernels.ops.layernorm.norm import fused_inplace_qknorm
 
@@ -196,7 +192,7 @@ def sglangs(got: Got) -> Got:
         cache.stats_C,
         read_back=False,
     )
-    got.q = _times_heads(q.flatten(1), cache.q_factor_H)
+    got.q = q.flatten(1)
     return got
 
 

@@ -88,6 +88,7 @@ ENTRIES = {
     ("sgl_fp8rl/engine/plugin.py", "check_scheduler_args"),
     ("sgl_fp8rl/engine/quant_config.py", "FP8RLConfig.__init__"),
     ("sgl_fp8rl/engine/loader.py", "choose_loader"),
+    ("sgl_fp8rl/engine/kv_setup.py", "with_token_scales"),
     ("sgl_fp8rl/engine/control.py", "Control.__init__"),
     ("sgl_fp8rl/cli.py", "_tune"),
 }

@@ -72,7 +72,6 @@ class Qwen3Attention(nn.Module):
         self.attn.fp8rl_layer = SimpleNamespace(
             k_scale_h=got.cache.k_scale_H,
             v_scale_h=got.cache.v_scale_H,
-            q_factor_h=got.cache.q_factor_H,
             statistics=got.cache.stats_C,
         )
         self.rotary_emb.cos_sin_cache = got.cos_sin

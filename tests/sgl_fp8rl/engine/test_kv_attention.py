@@ -233,15 +233,14 @@ def decode_step(layer: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, 
 def test_paged_attention_is_that_of_the_scaled_values(scaled: tuple[KVScales, Any]) -> None:
     scales, layer = scaled
     slots = torch.arange(TOKENS + 2)
-    for ready in (False, True):
-        q, out, backend = decode_step(layer, fp8rl_q_is_ready=ready)
-        wanted = fakes.reference(q, backend, slots, scales.scales[0], DIM**-0.5)
-        assert fakes.relative_error(out, wanted) < ERROR
-        for row in (0, 1):  # controls: a wrong K or V scale
-            wrong = scales.scales[0].clone()
-            wrong[row] *= 1.25
-            other = fakes.reference(q, backend, slots, wrong, DIM**-0.5)
-            assert fakes.relative_error(out, other) > ERROR
+    q, out, backend = decode_step(layer)
+    wanted = fakes.reference(q, backend, slots, scales.scales[0], DIM**-0.5)
+    assert fakes.relative_error(out, wanted) < ERROR
+    for row in (0, 1):  # controls: a wrong K or V scale
+        wrong = scales.scales[0].clone()
+        wrong[row] *= 1.25
+        other = fakes.reference(q, backend, slots, wrong, DIM**-0.5)
+        assert fakes.relative_error(out, other) > ERROR
 
 
 def test_decode_sees_the_window() -> None:

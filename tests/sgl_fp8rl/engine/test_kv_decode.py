@@ -64,11 +64,26 @@ def test_tables_that_are_filled_otherwise_fit() -> None:
     assert kv_decode.is_fusable(module)
 
 
+def widen(module: Any, size: int) -> None:
+    """Heads of another size, everywhere."""
+    layer, rotary = module.attn, module.rotary_emb
+    module.head_dim = layer.head_dim = layer.qk_head_dim = layer.v_head_dim = size
+    rotary.head_size = rotary.rotary_dim = size
+    module.q_norm, module.k_norm = norm(size), norm(size)
+
+
+def test_heads_of_another_size_fit() -> None:
+    module = made()[0]
+    widen(module, 128)
+    assert kv_decode.is_fusable(module)
+
+
 UNFIT: dict[str, Callable[[Any], object]] = {
     "no KV scales": lambda m: setattr(m.attn, "fp8rl_layer", None),
     "SGLang's own fused kernel": lambda m: setattr(m, "use_fused_qk_norm_rope", True),
     "V's head dim": lambda m: setattr(m.attn, "v_head_dim", D // 2),
     "head dim": lambda m: setattr(m, "head_dim", D // 2),
+    "heads of 96": lambda m: widen(m, 96),
     "query heads": lambda m: setattr(m.attn, "tp_q_head_num", N + 2),
     "KV heads": lambda m: setattr(m.attn, "tp_v_head_num", H + 1),
     "cross attention": lambda m: setattr(m.attn, "is_cross_attention", True),

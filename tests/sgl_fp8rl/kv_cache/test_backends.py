@@ -226,10 +226,10 @@ def test_our_flag_asks_sglang_for_one_byte(monkeypatch: pytest.MonkeyPatch) -> N
     for kv_cache in ("int8", "e4m3"):
         chosen = plugin._for_8_bit_kv(given, kv_cache)
         assert chosen == {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}
-    with pytest.raises(ValueError, match="--kv-cache-dtype bf16 .* --fp8rl-kv-cache int8"):
+    with pytest.raises(ValueError, match=r"--kv-cache-dtype bf16 .* --fp8rl-kv-cache int8"):
         plugin._for_8_bit_kv({**given, "kv_cache_dtype": "bf16"}, "int8")
     monkeypatch.setattr(backends, "capability", lambda: HOPPER)
-    with pytest.raises(ValueError, match="int8 .*--fp8rl-kv-cache e4m3"):
+    with pytest.raises(ValueError, match=r"int8 .*--fp8rl-kv-cache e4m3"):
         plugin._for_8_bit_kv(given, "int8")
 
 

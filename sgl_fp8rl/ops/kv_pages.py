@@ -1,0 +1,65 @@
+"""Pages of an 8-bit KV cache as 16-bit values side by side, in plain torch: the reference for
+``kv_pages_triton.py``.
+
+Shape suffixes: P pages, W tokens of the workspace, H KV heads of this rank, D head dim.
+"""
+
+import torch
+
+from sgl_fp8rl.ops.paged_decode import Codes
+
+
+def dequantize_pages(
+    codes: Codes,
+    pages_P: torch.Tensor,
+    size: int,
+    k_WHD: torch.Tensor,
+    v_WHD: torch.Tensor,
+    count: torch.Tensor | None = None,
+) -> None:
+    """Write the values of page ``pages_P[p]`` to tokens ``p * size`` and on of the workspace.
+
+    Codes times their scales in FP32, rounded once. Exact in FP16 for INT8; for E4M3 where scales
+    are powers of two and values in range.
+
+    Args:
+        codes: of a layer's cache, heads contiguous.
+        pages_P: int32, contiguous.
+        size: tokens of a page.
+        k_WHD: FP16 or BF16, contiguous, of at least ``P * size`` tokens; the others stay.
+        v_WHD: the same, of V's head dim.
+        count: int32 ``[1]``, read on the device: only so many pages are meant. None for all.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
+    check_pages(codes, pages_P, size, k_WHD, v_WHD)
+    pages_P = pages_P if count is None else pages_P[: int(count)]
+    at_size = torch.arange(size, device=pages_P.device)
+    slots_T = (pages_P.long()[:, None] * size + at_size).flatten()
+    for workspace_WHD, values_THD in zip((k_WHD, v_WHD), codes.values(slots_T), strict=True):
+        workspace_WHD[: len(slots_T)] = values_THD
+
+
+def check_pages(
+    codes: Codes, pages_P: torch.Tensor, size: int, k_WHD: torch.Tensor, v_WHD: torch.Tensor
+) -> None:
+    """Raise ValueError if the arguments of ``dequantize_pages`` do not match."""
+    if pages_P.dtype != torch.int32 or pages_P.dim() != 1 or not pages_P.is_contiguous():
+        raise ValueError(
+            f"the pages are {pages_P.dtype} of shape {list(pages_P.shape)}; pass contiguous int32"
+        )
+    for name, cache_SHD, workspace_WHD in (("K", codes.k_SHD, k_WHD), ("V", codes.v_SHD, v_WHD)):
+        fits = workspace_WHD.shape[1:] == cache_SHD.shape[1:]
+        if not fits or len(workspace_WHD) < len(pages_P) * size:
+            raise ValueError(
+                f"the workspace of {name} has the shape {list(workspace_WHD.shape)}; pass at least "
+                f"{len(pages_P) * size} tokens of {list(cache_SHD.shape[1:])}"
+            )
+        is_16_bits = workspace_WHD.dtype in (torch.float16, torch.bfloat16)
+        if not is_16_bits or not workspace_WHD.is_contiguous() or cache_SHD.stride(2) != 1:
+            raise ValueError(
+                f"the workspace of {name} is {workspace_WHD.dtype} with strides "
+                f"{workspace_WHD.stride()}, its cache has {cache_SHD.stride()}; pass contiguous "
+                f"FP16 or BF16, and contiguous heads"
+            )
