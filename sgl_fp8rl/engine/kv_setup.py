@@ -117,7 +117,7 @@ def with_token_scales(original: Any, configurator: Any, kvc: Any, layers: int) -
     size = int(original(configurator, kvc, layers))
     if kvc.model_config.quantization != NAME or current_options().kv_cache != TokenScales.format:
         return size
-    heads = kvc.model_config.get_num_kv_heads(compat.get_tp_group().world_size)
+    heads = int(kvc.model_config.get_num_kv_heads(compat.get_tp_group().world_size))
     return size + SCALE_BYTES * heads * layers
 
 

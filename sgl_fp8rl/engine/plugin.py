@@ -169,13 +169,10 @@ def _for_8_bit_kv(given: Mapping[str, Any], kv_cache: str | None) -> dict[str, s
     """
     if given.get("quantization") != NAME:
         return {}
-    dtype = backends.dtype_of(kv_cache, given.get("kv_cache_dtype"))
-    if not backends.check_dtype(dtype):
+    if not backends.check_dtype(backends.dtype_of(kv_cache, given.get("kv_cache_dtype"))):
         return {}
-    settings = backends.choose(given, backends.capability(), kv_cache or backends.E4M3)
-    return (
-        settings if dtype == given.get("kv_cache_dtype") else {"kv_cache_dtype": dtype, **settings}
-    )
+    dtype: dict[str, str | int] = {"kv_cache_dtype": backends.FP8_KV}
+    return dtype | backends.choose(given, backends.capability(), kv_cache or backends.E4M3)
 
 
 def parse_engine_kwargs(**keywords: Any) -> Any:

@@ -37,12 +37,12 @@ class Line:
     tokens: int
     amax: float
     """The largest finite magnitude."""
-    least_scale: float
-    largest_scale: float
-    """Over KV heads."""
+    least_scale: float | None
+    largest_scale: float | None
+    """Over KV heads; None where each token has a scale of its own."""
     headroom: float | None
-    """``448 * largest_scale / amax``; below 1 values are clipped. None if only zeros were
-    stored."""
+    """``448 * largest_scale / amax``; below 1 values are clipped. None if only zeros were stored,
+    or each token has a scale of its own."""
     clip_rate: float | None
     """Share of stored elements that were clipped; None if unknown."""
     error: float | None
@@ -95,9 +95,10 @@ def lines_of(reply: Reply) -> list[Line]:
     """
     try:
         scales, counted = reply["scales"], reply["statistics"]
+        scales = [None] * len(counted) if scales is None else scales
         # None or missing unless requested from the engine
-        elements = reply.get("elements") or [0] * len(scales)
-        errors = reply.get("errors") or [NOT_MEASURED] * len(scales)
+        elements = reply.get("elements") or [0] * len(counted)
+        errors = reply.get("errors") or [NOT_MEASURED] * len(counted)
         lines = [
             _line(layer, row, *reported)
             for layer, reported in enumerate(zip(scales, counted, elements, errors, strict=True))
@@ -116,14 +117,15 @@ def lines_of(reply: Reply) -> list[Line]:
 def _line(
     layer: int,
     row: int,
-    scales: list[list[float]],
+    scales: list[list[float]] | None,
     counted: dict[str, Any],
     elements_of_token: int,
     errors: dict[str, Any],
 ) -> Line:
     side = SIDES[row]
     tokens, amax = int(counted["tokens"]), float(counted[f"amax_{side}"])
-    least, largest = float(min(scales[row])), float(max(scales[row]))
+    of_heads = None if scales is None else [float(scale) for scale in scales[row]]
+    least, largest = (None, None) if of_heads is None else (min(of_heads), max(of_heads))
     elements = tokens * int(elements_of_token)
     return Line(
         layer=layer,
@@ -132,7 +134,7 @@ def _line(
         amax=amax,
         least_scale=least,
         largest_scale=largest,
-        headroom=FP8_MAX * largest / amax if amax else None,
+        headroom=FP8_MAX * largest / amax if amax and largest is not None else None,
         clip_rate=counted[f"clipped_{side}"] / elements if elements else None,
         error=errors[f"error_{side}"],
         error_tokens=int(errors["tokens"]),
@@ -166,6 +168,8 @@ def render(reply: Reply, lines: list[Line]) -> str:
 
 def title(reply: Reply) -> str:
     """Such as ``FP8 KV cache: 36 layers, 8 KV heads, scheme engine``."""
+    if reply["scales"] is None:
+        return f"INT8 KV cache: {len(reply['statistics'])} layers, a scale for each token and head"
     layers, heads = len(reply["scales"]), len(reply["scales"][0][0])
     return f"FP8 KV cache: {layers} layers, {heads} KV heads, scheme {reply.get('scheme')}"
 
@@ -205,6 +209,8 @@ def _place(line: Line) -> str:
 
 
 def _scale(line: Line) -> str:
+    if line.largest_scale is None:
+        return UNKNOWN
     least, largest = f"{line.least_scale:.4g}", f"{line.largest_scale:.4g}"
     return largest if least == largest else f"{least} to {largest}"
 
@@ -229,7 +235,7 @@ def draw(reply: Reply, lines: list[Line], path: Path) -> None:
     for side, (colour, dashes) in STYLES.items():
         mine = [line for line in lines if line.side == side]
         layers, name = [line.layer for line in mine], side.upper()
-        limits = [FP8_MAX * line.largest_scale for line in mine]
+        limits = [FP8_MAX * (line.largest_scale or math.nan) for line in mine]
         ranges.plot(layers, limits, dashes, color=colour, label=f"448 x {name} scale")
         # a gap where a value is missing
         for axis, values, label in (

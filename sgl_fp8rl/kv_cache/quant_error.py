@@ -20,7 +20,7 @@ TOKENS = 4096
 def start(scales: QuantizedKV) -> int:
     """Measure the next ``TOKENS`` prefilled tokens too, until the scales change."""
     if scales.errors is None:
-        device = scales.scales.device
+        device = scales.statistics.device
         scales.errors = torch.zeros(scales.layers, ERRORS, dtype=torch.float64, device=device)
     scales.to_observe = [TOKENS] * scales.layers
     return TOKENS

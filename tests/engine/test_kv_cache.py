@@ -34,6 +34,8 @@ REPAIR = 3.0
 QK-norm (1.56 / 0.24); through a bias (1.54) 4.3 by hand (0.36) and 4.5 by a trainer (0.34)."""
 E4M3_ERROR = 0.03
 """Relative L2 error of K and V that E4M3 rounds and does not clip. Healthy: 0.026 to 0.028."""
+INT8_ERROR = 0.01
+"""Relative L2 error of K in INT8, rotated. Healthy: 0.006."""
 CLIPPED_ERROR = 0.3
 """Least error of K whose outliers are clipped. Healthy: 0.66."""
 FLIPS = 0.5
@@ -264,6 +266,30 @@ def test_recalibration_on_demand(history: dict[str, Any]) -> None:
     assert history["recalibrated"] == history["first"]
 
 
+def test_int8_needs_no_scales(
+    qk_norm: Model, reference: list[float], history: dict[str, Any], tmp_path: Path
+) -> None:
+    """K's outliers, which one scale a layer leaves no steps to the rest, or clips."""
+    options = {"fp8rl_kv_cache": "int8", "chunked_prefill_size": CHUNK}
+    with EngineProcess(tmp_path / "engine.log", qk_norm.checkpoint, **options) as engine:
+        engine.control({"op": "kv_observe"})
+        rollout(engine, PROMPT[:1], 1)  # one token that comes first changes nothing
+        first = score(engine)
+        decoded, prefilled = decoded_and_prefilled(engine)
+        report = kv(engine)
+        assert (report["format"], report["scales"], clipped(report)) == ("int8", None, 0)
+        engine.update(qk_norm.checkpoint, 0)
+        assert score(engine) == first
+        with pytest.raises(EngineError, match="kv_scales"):
+            engine.update(qk_norm.with_scales(ONES), 1)
+        assert engine.control({"op": "layout"})["kv_cache"]["format"] == "int8"
+        assert score(engine) == first
+    cost = error(first, reference)
+    print(f"INT8 KV costs {cost:.4f}, decode beside prefill {error(decoded, prefilled):.4f}")
+    assert cost * REPAIR < error(history["first"], reference)
+    assert all(layer["error_k"] < INT8_ERROR for layer in report["errors"])
+
+
 @pytest.mark.full
 def test_scales_of_a_file_of_names_and_of_a_trainer(tmp_path: Path) -> None:
     """QKV bias, no QK-norm, ``kv_scheme`` trainer."""
@@ -357,7 +383,7 @@ def update_server(server: Server, checkpoint: Path) -> None:
 def test_a_backend_that_cannot_scale_is_refused(
     policies: Callable[[str], list[Path]], tmp_path: Path
 ) -> None:
-    with pytest.raises(RuntimeError, match="triton cannot apply the scales of an FP8 KV cache"):
+    with pytest.raises(RuntimeError, match="triton cannot apply the scales of a KV cache in e4m3"):
         EngineProcess(
             tmp_path / "engine.log", policies("qwen3")[0], attention_backend="triton", **FP8_KV
         )

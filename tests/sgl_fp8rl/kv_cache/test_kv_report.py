@@ -109,6 +109,16 @@ def test_an_answer_that_tells_less_is_a_report_with_gaps() -> None:
     assert kv_report.render(reply, lines).splitlines()[3].split()[-3:] == ["2", "-", "-"]
 
 
+def test_an_int8_cache_has_no_scales_of_layers(tmp_path: Path) -> None:
+    reply = a_reply() | {"scales": None, "scheme": None, "format": "int8"}
+    lines = kv_report.lines_of(reply)
+    assert {(line.largest_scale, line.headroom) for line in lines} == {(None, None)}
+    assert [line.amax for line in lines] == [line.amax for line in kv_report.lines_of(a_reply())]
+    assert "INT8" in kv_report.render(reply, lines)
+    pytest.importorskip("matplotlib")
+    kv_report.draw(reply, lines, tmp_path / "kv.png")
+
+
 def test_the_saved_report_is_a_report_again_and_a_file_of_scales(tmp_path: Path) -> None:
     reply, path = a_reply(), tmp_path / "kv.json"
     lines = kv_report.lines_of(reply)
