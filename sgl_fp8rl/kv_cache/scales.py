@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.kv_cache.backends import BACKENDS
-from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales
+from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales, V
 from sgl_fp8rl.ops.kv import STATS
 from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
@@ -25,6 +25,10 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_
 ERRORS = 7
 """Sums of a layer, float64 (``quant_error.py``): tokens; then for K and for V the squared errors,
 the squares, and the number of NaN and Inf elements."""
+START_V = 0.25
+"""V's scale before the first measurement, where scales are measured; others are 1. A measurement
+keeps it where V's largest magnitude is 0.055 to 28, as most models have it, also if the first
+prompt's is a fiftieth of that (``engine/kv_calibrate.py``)."""
 
 
 class KVScalesError(ValueError):
@@ -85,11 +89,13 @@ class KVScales(nn.Module):
         """Elements of K per token and layer on this rank; V has as many."""
         # SGLang loads models with BF16 as the default dtype
         shape = (self.layers, len(KV_SCALE_ROWS), heads.total)
-        ones = torch.ones(shape, dtype=torch.float32, device=device)
+        start = torch.ones(shape, dtype=torch.float32, device=device)
+        if scheme == "engine":
+            start[:, V] = START_V
         self.scales: torch.Tensor
         self.statistics: torch.Tensor
-        self.register_buffer("scales", ones)  # of the whole model, on each rank
-        for name, factors in self._derive(ones).items():
+        self.register_buffer("scales", start)  # of the whole model, on each rank
+        for name, factors in self._derive(start).items():
             self.register_buffer(name, factors)
         self.register_buffer(
             "statistics", torch.zeros(self.layers, STATS, dtype=torch.int64, device=device)
