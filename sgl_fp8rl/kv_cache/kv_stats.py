@@ -27,6 +27,16 @@ def of_rank(scales: KVScales) -> Counted:
     return in_force.tolist(), counted, measured
 
 
+def clipped_share(scales: KVScales) -> float:
+    """The largest share of elements of a layer's K or V on this rank that were clipped under the
+    scales of the version that is served; 0 while these wait to be measured."""
+    if scales.pending:
+        return 0.0
+    _, counted_LC = scales.snapshot()
+    elements_L = (counted_LC[:, 0] * torch.tensor(scales.elements)).clamp(min=1)
+    return float((counted_LC[:, 1:3].amax(1) / elements_L).max())
+
+
 def report(scales: KVScales, ranks: Sequence[Counted]) -> dict[str, Any]:
     """The current scales, and the statistics since they were set, over all ranks.
 
