@@ -48,9 +48,9 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 def answers(
     tokenizer: Any,
     rounds: int,
-    commit: Callable[[int], None],
+    commit: Callable[[int], object],
     generate: Callable[[Row], Row],
-    flush: Callable[[], Any],
+    flush: Callable[[], object],
 ) -> Iterator[Row]:
     """Of each round its order, and the tokens and logprobs of the fixed request.
 
@@ -102,7 +102,7 @@ def main() -> None:
         for row in answers(
             tokenizer,
             args.rounds,
-            lambda number: update(model, engine, version=number) and None,
+            lambda number: update(model, engine, version=number),
             lambda request: engine.generate(**request),
             lambda: flush(engine),
         ):

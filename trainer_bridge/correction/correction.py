@@ -111,9 +111,11 @@ def correct_logprobs(
             masked_fraction                 rejected tokens
             masked_sequence_fraction        sequences with a rejected token
             <option>/..., veto/...          see rejection.read_rejections
+            kv_clipped                      as given, the largest of all ranks
 
-        The first two exist if the config weighs, weight_batch_mean if it normalizes, the rest if it
-        rejects. Means over tokens also exist by policy version and by position.
+        The first two exist if the config weighs, weight_batch_mean if it normalizes, kv_clipped if
+        a rank was given one, the rest if it rejects. Means over tokens also exist by policy version
+        and by position.
 
     Raises:
         ValueError: as ``mismatch_metrics``, and for an unknown preset.
