@@ -95,8 +95,9 @@ class Fp8RLServerArgs:
     )
     """Where the scales of an FP8 KV cache come from if an update has none.
 
-    Default ``"engine"``: measured on the first prefill after it. ``"trainer"``: such an update is
-    refused. ``"unit"``: every scale is 1. Scales in an update are used under every scheme.
+    Default ``"engine"``: kept, if they suit the first prefill after it. ``"trainer"``: such an
+    update is refused. ``"unit"``: every scale is 1. Scales in an update are used under every
+    scheme.
     """
     kv_scales: str | None = field(
         default=None, metadata=_option("JSON file of FP8 KV scales to start with")

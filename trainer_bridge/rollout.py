@@ -24,7 +24,7 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.replies import ContractError, Expected, Sample, lost, read_sample
 from trainer_bridge.routed_experts import ExpertLayout
 from trainer_bridge.sampling import read_sampling
-from trainer_bridge.serving_engines import sample_on, serving_engines
+from trainer_bridge.serving_engines import clipped_by, sample_on, serving_engines
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,9 @@ class Rollout:
     """The run of each token's version, as ``update`` named it; empty for the checkpoint."""
     errors: dict[int, EngineError] = field(default_factory=dict)
     """Why requests failed, by the index of the sequence."""
+    kv_clipped: float | None = None
+    """The largest share of a layer's K or V that an engine's FP8 KV cache clipped under the scales
+    it has now, asked for after the last reply; None where no cache is FP8."""
 
     @cached_property
     def is_complete_B(self) -> torch.Tensor:
@@ -193,6 +196,7 @@ def rollout(
         else None,
         runs=[sample.runs for sample in samples],
         errors=errors,
+        kv_clipped=clipped_by(serving),
     )
 
 

@@ -18,6 +18,12 @@ from trainer_bridge.side_by_side import side_by_side
 
 logger = logging.getLogger(__name__)
 
+KV_CLIPPED = 1e-3
+"""Share of a layer's K or V that an FP8 KV cache may clip. Measured scales clip nothing, and a
+trainer's 99.99th percentile 1e-4; 1e-2 of K, as outliers of one channel make it, spoil a layer."""
+CLIPPED_S = 5.0
+"""How long a rollout that has its replies waits for that share, say while an update begins."""
+
 
 @dataclass(frozen=True)
 class ServingEngine:
@@ -98,8 +104,34 @@ def _check_for_rollout(status: dict[str, Any], where: str) -> None:
     more = {
         "logprobs": isinstance(logprobs, dict) and type(logprobs.get("raw")) is bool,
         "routed_experts": ExpertLayout.is_sound(status.get("routed_experts")),
+        "kv_clipped": status.get("kv_clipped") is None or _is_share(status["kv_clipped"]),
     }
     check_status(f"rollout: {where}", status, **more)
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1
+
+
+def clipped_by(serving: Sequence[ServingEngine]) -> float | None:
+    """The largest share of a layer's K or V that an engine's FP8 KV cache clipped so far under the
+    scales in force, with a warning where it spoils a layer; None where no cache is FP8."""
+
+    def asked(each: ServingEngine) -> float:
+        status = each.client.control({"op": "status"}, CLIPPED_S)
+        _check_for_rollout(status, each.name)
+        return float(status.get("kv_clipped") or 0.0)
+
+    scaled = [each for each in serving if each.status.get("kv_clipped") is not None]
+    found = side_by_side([(each.client, partial(asked, each)) for each in scaled])
+    shares = [share for share in found if isinstance(share, float)]
+    if (most := max(shares, default=0.0)) > KV_CLIPPED:
+        logger.warning(
+            "rollout: an FP8 KV cache clipped %.2g of a layer's K or V; see sgl-fp8rl kv-report, "
+            "and have the scales measured again, or send larger ones",
+            most,
+        )
+    return most if shares else None
 
 
 def sample_on(

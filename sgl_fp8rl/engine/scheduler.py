@@ -186,9 +186,15 @@ def _tensors(request: ControlRequest) -> Reply:
 
 
 def _status(request: ControlRequest) -> Reply:
-    """What a rollout needs: each one asks, so it names no tensors and needs no other rank."""
+    """What a rollout needs: each one asks, so it names no tensors, and needs no other rank but for
+    what an FP8 KV cache clipped."""
     weights = request.weights
-    return {"routed_experts": routed_experts.layout(weights.model), **status_of(weights)}
+    clipped = None
+    if weights.kv is not None and not weights.released:
+        read = partial(kv_stats.clipped_share, weights.kv)
+        clipped = max(gather_results(read, "what the KV cache clipped", request.group))
+    experts = routed_experts.layout(weights.model)
+    return {"routed_experts": experts, "kv_clipped": clipped, **status_of(weights)}
 
 
 def _layout(request: ControlRequest) -> Reply:

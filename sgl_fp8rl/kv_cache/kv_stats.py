@@ -31,6 +31,16 @@ def of_rank(kv: QuantizedKV) -> Counted:
     return None if in_force is None else in_force.tolist(), counted, measured
 
 
+def clipped_share(kv: QuantizedKV) -> float:
+    """The largest share of elements of a layer's K or V on this rank that were clipped under the
+    scales of the version that is served; 0 while these wait to be measured."""
+    if kv.is_pending:
+        return 0.0
+    _, counted_LC = kv.snapshot()
+    elements_L = (counted_LC[:, 0] * torch.tensor(kv.elements)).clamp(min=1)
+    return float((counted_LC[:, 1:3].amax(1) / elements_L).max())
+
+
 def report(kv: QuantizedKV, ranks: Sequence[Counted]) -> dict[str, Any]:
     """The current scales, and the statistics since they were set, over all ranks.
 

@@ -14,10 +14,15 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.kv_cache.backends import BACKENDS, E4M3
-from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales
+from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales, V
 from sgl_fp8rl.kv_cache.quantized import Caches, Heads, KVScalesError, LayerKV, QuantizedKV, on_host
 from sgl_fp8rl.ops.paged_decode import Codes
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
+
+START_V = 0.25
+"""V's scale before the first measurement, where scales are measured; others are 1. A measurement
+keeps it where V's largest magnitude is 0.055 to 28, as most models have it, also if the first
+prompt's is a fiftieth of that (``engine/kv_calibrate.py``)."""
 
 
 class KVScales(QuantizedKV):
@@ -45,10 +50,12 @@ class KVScales(QuantizedKV):
         """Where the GPU writes the scales that it measured last."""
         # SGLang loads models with BF16 as the default dtype
         shape = (self.layers, len(KV_SCALE_ROWS), heads.total)
-        ones = torch.ones(shape, dtype=torch.float32, device=device)
+        start = torch.ones(shape, dtype=torch.float32, device=device)
+        if scheme == "engine":
+            start[:, V] = START_V
         self.scales: torch.Tensor
-        self.register_buffer("scales", ones)  # of the whole model, on each rank
-        for name, factors in self._derive(ones).items():
+        self.register_buffer("scales", start)  # of the whole model, on each rank
+        for name, factors in self._derive(start).items():
             self.register_buffer(name, factors)
 
     @property

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import trainer_bridge
+from sgl_fp8rl.kv_cache.scales import START_V
 from tests.engine import models
 from tests.engine.harness import FORKED, EngineProcess, Server
 from trainer_bridge.engine_client import EngineError
@@ -29,6 +30,8 @@ PROMPT = torch.randint(
 ).tolist()
 FP8_KV: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "chunked_prefill_size": CHUNK}
 ONES = torch.ones(LAYERS, 3, KV_HEADS)
+START = torch.tensor([1.0, START_V, 1.0]).view(3, 1).expand_as(ONES)
+"""Scales that nothing was measured for."""
 REPAIR = 3.0
 """Calibrated scales make the error smaller by at least this. Healthy: 6.5 with outliers through
 QK-norm (1.56 / 0.24); through a bias (1.54) 4.3 by hand (0.36) and 4.5 by a trainer (0.34)."""
@@ -163,11 +166,11 @@ def history(qk_norm: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             seen[name] = reply["meta_info"]["output_token_logprobs"]
 
         calibrated = torch.tensor(seen["kv first"]["scales"])
-        update(qk_norm.with_scales(ONES))
+        update(qk_norm.with_scales(START))
         look("unit")
         update(qk_norm.with_scales(calibrated))
         look("brought")
-        update(qk_norm.with_scales(ONES))
+        update(qk_norm.with_scales(START))
         look("unit again")
         seen["wrong shape"] = refused(torch.ones(LAYERS, 3, KV_HEADS + 1))
         look("after wrong shape")
@@ -193,7 +196,7 @@ def test_the_layout_tells_what_scales_are_needed(history: dict[str, Any]) -> Non
 def test_the_first_prefill_sets_the_scales(history: dict[str, Any]) -> None:
     start, first = history["kv start"], history["kv first"]
     assert start["pending"] and not first["pending"]
-    assert torch.equal(torch.tensor(start["scales"]), ONES)
+    assert torch.equal(torch.tensor(start["scales"]), START)
     for layer, statistics in zip(first["scales"], first["statistics"], strict=True):
         assert statistics["amax_k"] > 448  # there are outliers
         assert layer[0][0] * 448 > statistics["amax_k"]
@@ -348,7 +351,7 @@ def test_each_rank_keeps_its_heads_and_probes_do_not_calibrate(
         assert server.status_of("/health_generate") == 200
         start = kv(server)
         assert start["pending"]
-        assert torch.equal(torch.tensor(start["scales"]), ONES)
+        assert torch.equal(torch.tensor(start["scales"]), START)
 
         score(server)
         report = kv(server)

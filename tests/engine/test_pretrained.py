@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.environment import ROOT
-from benchmarks.pretrained import checkpoint, measured
+from benchmarks.pretrained import checkpoint, kv_orders, measured
 from tests.engine.harness import EngineProcess
 from trainer_bridge import response_logprobs
 
@@ -168,6 +168,23 @@ def test_fp8_reads_well_and_costs_little(
     print(f"nats a token: BF16 {bf16:.3f}, FP8 {fp8:.3f}, scales off {control:.3f}")
     assert abs(fp8 - bf16) < FP8_COSTS
     assert control - bf16 > WRONG_COSTS
+
+
+def test_answers_do_not_depend_on_what_came_first(
+    engine: EngineProcess, folder: Path, tokenizer: Any
+) -> None:
+    """BOS alone comes first, then 3 tokens, then 5, after an update each to the right weights."""
+    rows = list(
+        kv_orders.answers(
+            tokenizer,
+            3,
+            lambda number: engine.update(folder, number + 1),
+            lambda request: engine.generate(request)[0],
+            engine.flush,
+        )
+    )
+    assert len({(row["text"], *row["logprobs"]) for row in rows}) == 1
+    assert engine.control({"op": "status"})["kv_clipped"] == 0
 
 
 def by_engine(engine: EngineProcess, window: list[int]) -> float:

@@ -23,6 +23,7 @@ STATUS: dict[str, Any] = {
     "reason": "",
     "logprobs": {"raw": False},
     "routed_experts": {"decoder_layers": 2, "layers": [1], "experts": 4, "top_k": 2},
+    "kv_clipped": 0.25,
 }
 STATUSES = STATUS, {**STATUS, "state": "quarantined", "reason": "NaN"}
 EXPERTS = np.tile(np.array([[0, 0], [2, 1]], np.int32), (3, 1, 1))

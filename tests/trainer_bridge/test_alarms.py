@@ -26,6 +26,7 @@ HEALTHY = {
     "ratio_mean": 1.002,
     "weight_ess": 0.99,
     "masked_fraction": 0.02,
+    "kv_clipped": 1e-4,
 }
 
 
@@ -44,6 +45,7 @@ def test_each_metric_alone_can_fire() -> None:
         ("ratio_mean", 0.9949),
         ("weight_ess", 0.29),
         ("masked_fraction", 0.51),
+        ("kv_clipped", 0.0011),
     ):
         assert names(**{metric: value}) == [metric]
         (alarm,) = check_alarms(HEALTHY | {metric: value})

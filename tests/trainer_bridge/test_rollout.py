@@ -39,12 +39,15 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.refused: dict[Any, EngineError] = {}
         """By the first token or letter of a prompt."""
+        self.clipped: list[Any] = []
+        """What statuses say that the FP8 KV cache clipped, one after the other."""
         self.edit: Callable[[Reply], None] = lambda reply: None
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         assert message == {"op": "status"}
         serves = {"run": self.run, "version": self.version, "state": self.state}
-        return {**serves, "reason": "NaN", "logprobs": {"raw": self.raw}}
+        more = {"kv_clipped": self.clipped.pop(0)} if self.clipped else {}
+        return {**serves, "reason": "NaN", "logprobs": {"raw": self.raw}, **more}
 
     def sample(
         self, requests: Sequence[dict[str, Any]], timeout: float | None = None
@@ -719,6 +722,34 @@ def test_engines_that_do_not_serve_are_left_out(caplog: pytest.LogCaptureFixture
         spread([Gone("status"), Gone("status")], PROMPTS)
     with pytest.raises(ValueError, match="engine 0 has"):
         rollout([late], PROMPTS, {}, expected_version=9)
+
+
+def test_what_an_fp8_kv_cache_clips_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked for after the replies: before them the scales may wait to be measured."""
+    engines = [FakeEngine(), FakeEngine(), FakeEngine()]
+    engines[0].clipped, engines[1].clipped = [0.0, 0.25], [0.0, 1e-4]
+    result = spread(engines, PROMPTS)
+    assert result.kv_clipped == 0.25
+    assert "clipped 0.25 of a layer's K or V" in caplog.text
+    assert correct(result, result.logprobs_BT, "disabled").metrics["kv_clipped"] == 0.25
+    caplog.clear()
+    engines[0].clipped = [0.0, 1e-4]
+    assert spread(engines, PROMPTS).kv_clipped == 1e-4
+    assert not caplog.records
+    plain = spread(engines, PROMPTS)  # no cache is FP8
+    assert plain.kv_clipped is None
+    assert "kv_clipped" not in correct(plain, plain.logprobs_BT, "disabled").metrics
+
+
+@pytest.mark.parametrize("later", ["all", -1.0, True, 2])
+def test_a_rollout_is_not_lost_to_a_status(later: Any) -> None:
+    engine = FakeEngine()
+    engine.clipped = [0.0, later]
+    result = rollout(engine, PROMPTS, {})
+    assert (result.kv_clipped, result.errors) == (None, {})
+    engine.clipped = [later]
+    with pytest.raises(EngineError, match="kv_clipped"):
+        rollout(engine, PROMPTS, {})
 
 
 def test_a_quarantined_engine_is_left_out(caplog: pytest.LogCaptureFixture) -> None:

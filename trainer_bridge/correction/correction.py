@@ -73,6 +73,7 @@ def correct(
         rollout.mask_BT.to(device),
         config,
         versions_BT=rollout.versions_BT,
+        kv_clipped=rollout.kv_clipped,
         group=group,
     )
 
@@ -85,6 +86,7 @@ def correct_logprobs(
     config: str | CorrectionConfig = "decoupled_token_is",
     *,
     versions_BT: torch.Tensor | None = None,
+    kv_clipped: float | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Correction:
     """Weigh and reject the tokens where mask_BT is True.
@@ -96,6 +98,7 @@ def correct_logprobs(
         mask_BT: bool, same device.
         config: the name of a preset (verl's, in PRESETS), or a CorrectionConfig.
         versions_BT: int64, on any device: adds metrics by policy version.
+        kv_clipped: of the rollout; the largest one of all ranks is a metric of that name.
         group: batch normalization and metrics go over these ranks; every rank must call.
 
     Returns:
@@ -108,9 +111,11 @@ def correct_logprobs(
             masked_fraction                 rejected tokens
             masked_sequence_fraction        sequences with a rejected token
             <option>/..., veto/...          see rejection.read_rejections
+            kv_clipped                      as given, the largest of all ranks
 
-        The first two exist if the config weighs, weight_batch_mean if it normalizes, the rest if it
-        rejects. Means over tokens also exist by policy version and by position.
+        The first two exist if the config weighs, weight_batch_mean if it normalizes, kv_clipped if
+        a rank was given one, the rest if it rejects. Means over tokens also exist by policy version
+        and by position.
 
     Raises:
         ValueError: as ``mismatch_metrics``, and for an unknown preset.
@@ -124,6 +129,8 @@ def correct_logprobs(
     if config.applies_weights and config.rollout_is_batch_normalize:
         weights_BT /= weights.batch_mean(reducer, group)
 
+    clipped = -1.0 if kv_clipped is None else kv_clipped  # each rank adds the same names
+    reducer.max("kv_clipped", mask_BT.new_full((), clipped, dtype=torch.float64))
     values = reducer.reduce(group)
     check_values("correct", values)
     metrics = read_mismatch(values, groups, config.means)
@@ -131,6 +138,8 @@ def correct_logprobs(
         metrics |= weights.read_weights(values, metrics, config)
     if config.rejects:
         metrics |= rejection.read_rejections(values, metrics, config)
+    if (most := float(values["kv_clipped"])) >= 0:
+        metrics["kv_clipped"] = most
     loss_type = config.loss_type if config.bypass_mode else "ppo_clip"
     alarms = check_alarms(metrics)
     if group is None or dist.get_rank(group) == 0:

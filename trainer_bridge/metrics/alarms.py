@@ -8,6 +8,7 @@ Each alarm answers a question that the others do not:
     ratio_mean             Does a token's logprob belong to the distribution it was sampled from?
     weight_ess             Do the importance weights leave enough of the batch to learn from?
     masked_fraction        Do the rejections?
+    kv_clipped             Does an FP8 KV cache hold what the model computed?
 
 A mean ratio below 1 is reported only if the KL has no alarm. If the policies are far apart, the
 ratios have a tail that the batch may not have sampled; then both the mean and its estimated error
@@ -23,6 +24,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from trainer_bridge.serving_engines import KV_CLIPPED
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ ADVICE = {
     "token weights, or lower rollout_is_threshold",
     "masked_fraction": "most tokens are rejected; widen the bounds of rollout_rs, or lower the "
     "mismatch itself",
+    "kv_clipped": "the FP8 KV cache clips this share of a layer's K or V; see sgl-fp8rl kv-report, "
+    "and have the scales measured again, or send larger ones",
 }
 """The metrics that have an alarm, and the remedies."""
 
@@ -126,7 +131,11 @@ def _limits(metrics: Mapping[str, float], prefix: str) -> dict[str, tuple[float,
         "ratio_mean": (1 - bias, 1 + bias),
     }
     if not prefix:
-        limits |= {"weight_ess": (WEIGHT_ESS, math.inf), "masked_fraction": (0.0, MASKED_FRACTION)}
+        limits |= {
+            "weight_ess": (WEIGHT_ESS, math.inf),
+            "masked_fraction": (0.0, MASKED_FRACTION),
+            "kv_clipped": (0.0, KV_CLIPPED),
+        }
     return limits
 
 

@@ -756,8 +756,39 @@ def test_the_status_is_short_and_one_ranks_own(
         "state": "serving",
         "reason": weights.reason,
         "routed_experts": None,
+        "kv_clipped": None,
     }
     assert engine.groups[0].gathered == 0
+
+
+def test_the_status_has_what_any_rank_clipped_under_the_scales_in_force(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokens of 8 elements a layer: V of the second layer loses 4 of 16 on the other rank."""
+    monkeypatch.setattr(engine.module.routed_experts, "layout", lambda model: None)
+    for rank, weights in enumerate(engine.ranks):
+        weights.kv = KVScales(2, Heads(2, rank, 1), "engine", "cpu")
+        weights.kv.elements = [8, 8]
+
+    def clipped() -> float:
+        message = {"message": json.dumps({"op": "status"})}
+        (share,) = {reply["kv_clipped"] for reply in answers(engine, message, monkeypatch)}
+        return float(share)
+
+    assert clipped() == 0  # nothing is stored yet
+    for rank, weights in enumerate(engine.ranks):
+        assert weights.kv is not None
+        weights.kv.statistics[0, :3] = torch.tensor([2, 1, 0])
+        weights.kv.statistics[1, :3] = torch.tensor([2, 0, 4 * rank])
+    assert clipped() == 4 / 16
+    for weights in engine.ranks:  # the counters are of the version before
+        assert weights.kv is not None
+        weights.kv.after_update(None)
+    assert clipped() == 0
+    for weights in engine.ranks:
+        assert weights.kv is not None
+        weights.kv.after_update(torch.ones(weights.kv.shape))
+    assert clipped() == 0
 
 
 class Rank(threading.local):

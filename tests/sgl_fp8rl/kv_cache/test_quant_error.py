@@ -188,7 +188,7 @@ def test_new_scales_begin_anew() -> None:
 
 def test_a_calibration_and_the_error_under_it_are_of_one_prefill() -> None:
     engine = Engine(1.0, 1.0)
-    k = tokens(20, 3.0)
+    k = tokens(20, 300.0)
     engine.scales.recalibrate()
     quant_error.start(engine.scales)
     engine.forward(k, k, list(range(1, 21)))
