@@ -16,7 +16,7 @@ Observe = Callable[
 ]
 """``KVCalibrator.observe``: layer, query, key and value ``[B, heads, T, D]``, mask ``[B, T]``."""
 FAKE_QUANTIZED = "fake_quantized_kv"
-"""Attribute of an attention module: its ``fp8_attention.FakeQuantizedKV``, where it has one."""
+"""Attribute of an attention module: what attends in ``fp8_attention``, where it has one."""
 
 
 class Watch:

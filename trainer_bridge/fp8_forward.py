@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from sgl_fp8rl.formats import QUANTIZED, split_name
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
+from sgl_fp8rl.protocol.kv_schema import INT8
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import attention_hooks, hf_names
 from trainer_bridge.adapters import has_adapters
@@ -87,20 +88,21 @@ class FP8Forward:
             raise
 
     def sync_kv_scales(self, engine: Any) -> None:
-        """Fake-quantize K and V in attention, under the scales that an engine's FP8 KV cache has
-        now; with a BF16 cache, leave them as they are. Call it after each rollout, on all ranks.
+        """Fake-quantize K and V in attention as an engine's KV cache does, in E4M3 under the scales
+        that it has now; with a BF16 cache, leave them as they are. Call it on all ranks: after each
+        rollout, or once where the cache is INT8, whose scales are of tokens.
 
         Args:
-            engine: as for ``check``. Of several, all have the scales that an update brought
+            engine: as for ``check``. Of several in E4M3, all have the scales that an update brought
                 (``kv_scales=``); without them each one measures its own.
 
         Raises:
             EngineError: an engine cannot be reached, has not measured its scales yet, or has other
-                ones than the first.
+                ones than the first, or another KV cache.
             ValueError: it has other layers than the model.
         """
         leader = Leader(self.ranks)
-        remedy = "give kv_scales to update, so that all have the same"
+        remedy = "start all with the same KV cache, and in E4M3 give kv_scales to update"
         scales = leader.share(leader.attempt(_of_all, engine, _kv_scales_of, remedy))
         fake_quantize_kv(self.model, scales, self.dtype)
 
@@ -200,10 +202,13 @@ def _layout_of(engine: Participant) -> dict[str, Any]:
     return {"names": sorted(names), "dtype": layout["dtype"]}
 
 
-def _kv_scales_of(engine: Participant) -> list[tuple[float, float]] | None:
-    """Of K and V in each layer; None of a BF16 cache."""
-    if engine.connection.layout()["kv_cache"] is None:
+def _kv_scales_of(engine: Participant) -> list[tuple[float, float] | None] | None:
+    """Of K and V in each layer, None of an INT8 cache's; None of a BF16 cache."""
+    kv_cache = engine.connection.layout()["kv_cache"]
+    if kv_cache is None:
         return None
+    if kv_cache.get("format") == INT8:
+        return [None] * kv_cache["layers"]
     reply = engine.connection.client.control({"op": "kv"})
     if reply["pending"]:
         raise EngineError(

@@ -8,6 +8,8 @@ from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, gpu_uuid
 from sgl_fp8rl.protocol.kv_schema import (
+    E4M3,
+    INT8,
     KV_SCALE_ROWS,
     KV_SCALES,
     LARGEST_KV_SCALE,
@@ -47,6 +49,7 @@ def check_layout(layout: dict[str, Any]) -> None:
         "kv_cache": kv_cache is None
         or (
             isinstance(kv_cache, dict)
+            and kv_cache.get("format", E4M3) in (E4M3, INT8)
             and all(type(kv_cache.get(size)) is int for size in ("layers", "kv_heads"))
         ),
     }
@@ -123,6 +126,11 @@ def check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:
         raise ManifestError(
             "kv_scales are for an FP8 KV cache, and the engine has none; start it with "
             "--kv-cache-dtype fp8_e4m3, or update it without kv_scales"
+        )
+    if kv_cache.get("format") == INT8:
+        raise ManifestError(
+            "kv_scales are for an E4M3 KV cache, and the engine's INT8 cache needs no scales; "
+            "update it without kv_scales"
         )
     shape = kv_cache["layers"], len(KV_SCALE_ROWS), kv_cache["kv_heads"]
     if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:

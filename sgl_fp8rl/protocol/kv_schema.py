@@ -1,4 +1,9 @@
-"""What trainer and engine call KV scales; the standard library only, so that both may import it."""
+"""What trainer and engine call formats of the KV cache and KV scales; the standard library only, so
+that both may import it."""
+
+E4M3, INT8 = "e4m3", "int8"
+"""``format`` of the KV cache in an engine's layout. E4M3 has scales of layers, which an update may
+bring, and is what an engine means that does not say; INT8 has one of each token and head."""
 
 KV_SCALES = "kv_scales"
 """The tensor of an update that holds them: FP32 ``[layers, 3, KV heads of the whole model]``."""

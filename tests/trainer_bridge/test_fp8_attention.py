@@ -1,4 +1,5 @@
-"""Attention to what an FP8 KV cache stores, against float64 and the oracle's E4M3."""
+"""Attention to what a KV cache of 8 bits stores, against float64, the oracle's E4M3 and INT8 codes
+made by hand."""
 
 import copy
 from typing import Any
@@ -8,26 +9,60 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sgl_fp8rl.ops.kv import STATS
+from sgl_fp8rl.ops.kv_int8 import rotate_queries, store_kv_int8
+from sgl_fp8rl.ops.paged_decode import Codes, Pages, attend
 from tests import oracle
 from tests.trainer_bridge.test_attention_hooks import ATTENTIONS, LAYERS, padded, seen, tiny, tokens
 from trainer_bridge import attention_hooks
-from trainer_bridge.fp8_attention import FakeQuantizedKV, fake_quantize_kv
+from trainer_bridge.fp8_attention import FakeQuantizedE4M3, FakeQuantizedINT8, fake_quantize_kv
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
 NEAR = 4e-6
 """Of attention in FP32 against float64, as a part of the largest. Healthy: 4e-7; K and V that are
 not rounded: 0.03 and more."""
+DECODE_NEAR = {torch.float32: 1e-3, torch.float16: 2e-3, BF16: 1e-2}
+"""The same to an engine whose queries are FP16. Healthy: 6e-4, 7e-4 and 5e-3; E4M3's replay: 0.06
+and more."""
 GRADIENTS_NEAR = 4e-6
 """The same of gradients. Healthy: 5e-7; through K and V that are not rounded: 0.02 and more."""
 SCALES = [(0.11, 0.013), (0.07, 0.0031), (1.3, 0.02)]
 """No powers of two; K and V of some elements are clipped."""
+OF_LAYERS: dict[str, list[Any]] = {"e4m3": SCALES, "int8": [None] * LAYERS}
+REPLAYS = {"e4m3": FakeQuantizedE4M3(*SCALES[0], BF16), "int8": FakeQuantizedINT8(BF16)}
 
 
 def stored(x: Tensor, scale: float) -> Tensor:
-    """What the cache holds, in float64."""
+    """What an E4M3 cache holds, in float64."""
     scaled = (x.detach().float() / np.float32(scale)).clamp(-448, 448).numpy()
     return torch.from_numpy(oracle.decode(oracle.encode(scaled))) * float(np.float32(scale))
+
+
+def stored_in_int8(x: Tensor, is_key: bool) -> Tensor:
+    """What an INT8 cache holds, in float64, and of K rotated back."""
+    dim = x.shape[-1]
+    block = min(dim & -dim, 256)
+    bits = [[(i & j).bit_count() for j in range(block)] for i in range(block)]
+    hadamard = np.kron(np.eye(dim // block), (-1.0) ** np.array(bits) / block**0.5)
+    given = x.detach().double().numpy()
+    turned = given @ hadamard if is_key else given
+    # of K, in units of the scale: the products above are sums of BF16 values, exact in FP32
+    least = (np.abs(turned).max(-1, keepdims=True).astype(np.float32) / np.float32(127)).astype(
+        float
+    )
+    mantissa, exponent = np.frexp(least)
+    scale = np.clip(np.ldexp(np.ceil(16 * mantissa) / 16, exponent), 2.0**-20, 2.0**9)
+    held = np.clip(np.rint(turned.astype(np.float32) / scale.astype(np.float32)), -127, 127) * scale
+    return torch.from_numpy(held @ hadamard if is_key else held)
+
+
+def held(kind: str, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What an engine's cache holds of K and V, rounded to its dtype before."""
+    key, value = key.to(BF16), value.to(BF16)
+    if kind == "int8":
+        return stored_in_int8(key, True), stored_in_int8(value, False)
+    return stored(key, SCALES[0][0]), stored(value, SCALES[0][1])
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -54,24 +89,22 @@ def far(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("scaling", [None, 0.25])
-def test_attention_and_its_gradients(scaling: float | None) -> None:
+@pytest.mark.parametrize("kind", REPLAYS)
+def test_attention_and_its_gradients(kind: str, scaling: float | None) -> None:
     """``scaling`` is 1 / sqrt(16), given or not; a rounded element's gradient is that of its
-    value."""
-    k_scale, v_scale = SCALES[0]
+    value. The controls: K and V as they are, and the other format."""
     inputs = [drawn(0, 4, 1.0), drawn(1, 2, 12.0), drawn(2, 2, 1.5)]
     query, key, value = (x.requires_grad_() for x in inputs)
-    found, _ = FakeQuantizedKV(k_scale, v_scale, torch.float32).attend(
-        attention, torch.nn.Module(), query, key, value, scaling=scaling
-    )
-    rounded = [
-        query.detach().double().requires_grad_(),
-        stored(key, k_scale).requires_grad_(),
-        stored(value, v_scale).requires_grad_(),
-    ]
+    given = torch.nn.Module(), query, key, value
+    found, _ = REPLAYS[kind].attend(attention, *given, scaling=scaling or 0.25)
+    rounded = [x.requires_grad_() for x in (query.detach().double(), *held(kind, key, value))]
     wanted = by_hand(*rounded)
     assert far(found.double(), wanted) < NEAR
     control = by_hand(*(x.detach().double() for x in inputs))
     assert far(control, wanted) > 100 * NEAR
+    (other,) = REPLAYS.keys() - {kind}
+    control, _ = REPLAYS[other].attend(attention, *given, scaling=0.25)
+    assert far(control.double(), wanted) > 100 * NEAR
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
     (found * weights).sum().backward()
     (wanted * weights).sum().backward()
@@ -88,7 +121,7 @@ def test_codes_are_those_of_the_engine(default: torch.dtype) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        given = _key_seen_by_attention(FakeQuantizedKV(scale, scale, BF16), key)
+        _, given, _ = _seen_by_attention(FakeQuantizedE4M3(scale, scale, BF16), key)
     finally:
         torch.set_default_dtype(before)
     assert given.dtype == torch.float32
@@ -98,40 +131,96 @@ def test_codes_are_those_of_the_engine(default: torch.dtype) -> None:
     assert not torch.allclose(control, wanted, rtol=1e-12)
 
 
-def test_fp16_is_refused() -> None:
+@pytest.mark.parametrize("is_key", [True, False])
+@pytest.mark.parametrize("dim", [16, 64, 96, 128])
+def test_values_are_those_of_the_engine(dim: int, is_key: bool) -> None:
+    """Of INT8, likewise; outliers are spread over their block of K, and scales are of tokens."""
+    made = torch.Generator().manual_seed(dim)
+    x = torch.randn((2, 2, 9, dim), generator=made) * torch.logspace(-2, 2, 9)[:, None]
+    x[..., dim // 2] *= 30
+    x[0, 0, 0] = 0
+    query, key, value = _seen_by_attention(FakeQuantizedINT8(BF16), x)
+    assert torch.equal(query, x) and key.dtype == torch.float32
+    found, wanted = (key if is_key else value).double(), stored_in_int8(x.to(BF16), is_key)
+    assert far(found, wanted) < NEAR
+    of_tokens = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-9)
+    assert float(of_tokens.max()) < NEAR
+    assert far(stored_in_int8(x, is_key), wanted) > 100 * NEAR
+    assert far(stored_in_int8(x.to(BF16), not is_key), wanted) > 100 * NEAR
+
+
+@pytest.mark.parametrize("dim", [64, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_attention_is_that_of_the_engines_decode(dim: int, dtype: torch.dtype) -> None:
+    """Over what the engine's store writes, with queries that it has rotated and rounded to FP16."""
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((1, n, 33, dim), generator=made).to(BF16) for n in (4, 2, 2))
+    k[..., 3] *= 20
+    of_token = [x[0].transpose(0, 1) for x in (q, k, v)]
+    caches = [torch.zeros((64, 2, dim), dtype=torch.int8) for _ in range(2)]
+    scales = torch.zeros((2, 64), dtype=torch.int32)
+    slots = torch.randperm(63, generator=made)[:33] + 1
+    counts = torch.zeros(STATS, dtype=torch.int64)
+    store_kv_int8(*of_token[1:], slots, *caches, scales, counts, read_back=False)
+    pages = Pages(slots[None].int(), 1, torch.tensor([33], dtype=torch.int32))
+    codes = Codes(*caches, token_scales_HS=scales)
+    scaling = dim**-0.5
+    wanted = attend(rotate_queries(of_token[0]), codes, pages, scaling).transpose(0, 1)[None]
+
+    def replayed(kind: str) -> Tensor:
+        given = torch.nn.Module(), *(x.to(dtype) for x in (q, k, v))
+        found, _ = REPLAYS[kind].attend(causal, *given, scaling=scaling)
+        return found.float()
+
+    assert far(replayed("int8"), wanted) < DECODE_NEAR[dtype]
+    if dtype != torch.float16:  # which E4M3's refuses
+        assert far(replayed("e4m3"), wanted) > 5 * DECODE_NEAR[dtype]
+
+
+def causal(module: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Any:
+    found = scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return found, None
+
+
+def test_fp16_is_refused_of_codes() -> None:
+    """Whose products with Q may overflow; values are as large as K and V."""
     with pytest.raises(ValueError, match="BF16 or FP32"):
-        _key_seen_by_attention(FakeQuantizedKV(1.0, 1.0, torch.float16), drawn(0, 2, 1.0).half())
+        _seen_by_attention(FakeQuantizedE4M3(1.0, 1.0, torch.float16), drawn(0, 2, 1.0).half())
 
 
 def test_clipped_elements_are_the_largest_code() -> None:
     key = torch.full((1, 1, 1, 16), 1e4)
     assert float(stored(key, 1.0).max()) == 448.0
-    given = _key_seen_by_attention(FakeQuantizedKV(1.0, 1.0, BF16), key)
+    _, given, _ = _seen_by_attention(FakeQuantizedE4M3(1.0, 1.0, BF16), key)
     assert float(given.max()) == 448.0
 
 
-def _key_seen_by_attention(kv: FakeQuantizedKV, key: Tensor) -> Tensor:
+def _seen_by_attention(kv: Any, x: Tensor) -> list[Tensor]:
+    """Query, key and value, where each is x."""
     given: list[Tensor] = []
 
     def look(module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        given.append(key)
-        return attention(module, query, key, value, **options)
+        given.extend((query, key, value))
+        return query, None
 
-    kv.attend(look, torch.nn.Module(), key, key, key)
-    return given[0]
+    kv.attend(look, torch.nn.Module(), x, x, x)
+    return given
 
 
-@pytest.mark.parametrize("kind", ATTENTIONS)
-def test_every_layer_of_a_model(kind: str) -> None:
+@pytest.mark.parametrize("implementation", ATTENTIONS)
+@pytest.mark.parametrize("kind", OF_LAYERS)
+def test_every_layer_of_a_model(kind: str, implementation: str) -> None:
     """Each under its own scales, and as it was once they are taken away; a calibrator sees K and V
     before they are rounded."""
-    model, ids, mask = tiny(attention=kind), tokens(), padded(left=True)
+    model, ids, mask = tiny(attention=implementation), tokens(), padded(left=True)
     amax, plain = seen(model, ids, attention_mask=mask)
-    fake_quantize_kv(model, SCALES, BF16)
+    fake_quantize_kv(model, OF_LAYERS[kind], BF16)
     _, rounded = seen(model, ids, attention_mask=mask)
     alone = []
     for layer in range(LAYERS):
-        fake_quantize_kv(model, SCALES, BF16)
+        fake_quantize_kv(model, OF_LAYERS[kind], BF16)
         for other in range(LAYERS):
             if other != layer:
                 del model.model.layers[other].self_attn.fake_quantized_kv
@@ -142,13 +231,14 @@ def test_every_layer_of_a_model(kind: str) -> None:
     assert torch.equal(seen(model, ids, attention_mask=mask)[1], plain)
     different = [plain, rounded, *alone]
     assert all(not torch.equal(a, b) for n, a in enumerate(different) for b in different[:n]), (
-        "each layer's scales count"
+        "each layer counts"
     )
 
 
-def test_a_copy_reads_the_same() -> None:
+@pytest.mark.parametrize("kind", OF_LAYERS)
+def test_a_copy_reads_the_same(kind: str) -> None:
     model, ids = tiny(), tokens()
-    fake_quantize_kv(model, SCALES, BF16)
+    fake_quantize_kv(model, OF_LAYERS[kind], BF16)
     wanted = model(ids).logits
     moved = copy.deepcopy(model)
     fake_quantize_kv(model, None, BF16)
@@ -156,14 +246,15 @@ def test_a_copy_reads_the_same() -> None:
     assert not torch.equal(model(ids).logits, wanted)
 
 
-def test_a_compiled_model_reads_the_same() -> None:
+@pytest.mark.parametrize("kind", OF_LAYERS)
+def test_a_compiled_model_reads_the_same(kind: str) -> None:
     """Also one that ran before there were scales, as behind ``fp8_forward``."""
     attention_hooks.install()
     model, ids = tiny(), tokens()
     plain = model(ids).logits
     compiled = torch.compile(model, backend="eager")
     assert torch.allclose(compiled(ids).logits, plain, atol=1e-5)
-    fake_quantize_kv(model, SCALES, BF16)
+    fake_quantize_kv(model, OF_LAYERS[kind], BF16)
     wanted = model(ids).logits
     assert not torch.allclose(wanted, plain, atol=1e-5)
     assert torch.allclose(compiled(ids).logits, wanted, atol=1e-5)
@@ -173,6 +264,7 @@ def test_a_compiled_model_reads_the_same() -> None:
     torch._dynamo.reset()
 
 
-def test_scales_of_another_model() -> None:
+@pytest.mark.parametrize("kind", OF_LAYERS)
+def test_a_cache_of_another_model(kind: str) -> None:
     with pytest.raises(ValueError, match=r"layers 0 to 1, .* layers \[0, 1, 2\]"):
-        fake_quantize_kv(tiny(), SCALES[:2], BF16)
+        fake_quantize_kv(tiny(), OF_LAYERS[kind][:2], BF16)

@@ -66,6 +66,9 @@ def fp8_names(model: nn.Module) -> set[str]:
     return {name for name in cuts if "_proj" in name}
 
 
+INT8_CACHE = {"layers": 2, "kv_heads": 2, "format": "int8"}
+
+
 class FakeEngine:
     """Answers what ``fp8_forward`` asks."""
 
@@ -608,6 +611,29 @@ def test_attention_reads_what_the_engines_cache_stores() -> None:
     assert not torch.equal(model(ids).logits, with_codes)
     fp8.sync_kv_scales(in_bf16)
     assert torch.equal(model(ids).logits, with_codes) and not torch.equal(with_codes, plain)
+
+
+def test_attention_reads_what_int8_caches_store() -> None:
+    """An engine that has not measured anything serves it, and is not asked for scales."""
+    model, ids = tiny("qwen3"), torch.arange(1, 9)[None]
+    engines: list[Any] = [FakeEngine(model, kv_cache=INT8_CACHE) for _ in range(2)]
+    fp8 = fp8_forward(model, engines)
+    with_codes = model(ids).logits
+    fp8.sync_kv_scales(engines)
+    expected = copy.deepcopy(model)
+    fake_quantize_kv(expected, [None, None], BF16)
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    assert not torch.equal(model(ids).logits, with_codes)
+    e4m3: Any = FakeEngine(model, kv_cache={**INT8_CACHE, "format": "e4m3"})
+    e4m3.kv = {"pending": False, "scales": [[[0.3], [0.2], [1.0]], [[0.1], [0.4], [1.0]]]}
+    for others in ([e4m3, engines[0]], [engines[0], FakeEngine(model)]):
+        with pytest.raises(EngineError, match=r"engine 1 differs from engine 0; .*same KV"):
+            fp8.sync_kv_scales(others)
+    fp8.sync_kv_scales(e4m3)
+    assert not torch.equal(model(ids).logits, expected(ids).logits)
+    unknown = FakeEngine(model, kv_cache={**INT8_CACHE, "format": "int4"})
+    with pytest.raises(EngineError, match="kv_cache"):
+        fp8.sync_kv_scales(unknown)
 
 
 def test_steps_are_counted_once() -> None:

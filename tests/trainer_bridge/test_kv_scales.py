@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.kv_cache import kv_stats
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales
+from sgl_fp8rl.protocol.kv_schema import E4M3, INT8, KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
@@ -21,7 +23,8 @@ from trainer_bridge.update import update
 pytestmark = pytest.mark.timeout(60)
 
 LAYERS, KV_HEADS = 2, 3
-KV_CACHE = {"layers": LAYERS, "kv_heads": KV_HEADS}
+KV_CACHE: Any = kv_stats.layout(KVScales(LAYERS, Heads.of(KV_HEADS, 0, 1), "engine", "cpu"))
+"""As an engine says it; of INT8 with another format."""
 
 
 class Engine:
@@ -122,16 +125,20 @@ def test_without_them_nothing_is_sent(engine: Engine) -> None:
         assert (result.tensors, result.bytes) == (2, 32 + 12)
 
 
-def test_an_engine_without_an_fp8_kv_cache_refuses_before_anything_begins(tmp_path: Path) -> None:
+def test_an_engine_without_an_e4m3_kv_cache_refuses_before_anything_begins(tmp_path: Path) -> None:
     engine = Engine(tmp_path, 1, kv_cache=None)
     with pytest.raises(ManifestError, match="--kv-cache-dtype fp8_e4m3"):
+        update(WEIGHTS, engine, version=0, kv_scales=scales(0))
+    assert engine.manifests == []
+    engine.layout["kv_cache"] = {**KV_CACHE, "format": INT8}
+    with pytest.raises(ManifestError, match="INT8 cache needs no scales; update it without"):
         update(WEIGHTS, engine, version=0, kv_scales=scales(0))
     assert engine.manifests == []
     engine.layout["kv_cache"] = {**KV_CACHE, "layers": LAYERS + 1}
     with pytest.raises(ManifestError, match=r"\(\d+, 3, \d+\).*\(\d+, 3, \d+\)"):
         update(WEIGHTS, engine, version=0, kv_scales=scales(0))
     assert engine.manifests == []
-    engine.layout["kv_cache"] = KV_CACHE
+    engine.layout["kv_cache"] = {**KV_CACHE, "format": E4M3}
     update(WEIGHTS, engine, version=0, kv_scales=scales(0))
     assert torch.equal(engine.received(0), scales(0))
     engine.rank.join()
