@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,13 +21,15 @@ def launched(made: Case, device: str) -> Got:
     return made.on(device).run(norm_rope_store)
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["e4m3", "int8"])
 @pytest.mark.parametrize("rotary", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", ""])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_where_fp32_is_exact_every_bit_is_the_oracles(
-    device: str, shape: tuple[int, int, int, int], normed: bool, rotary: torch.dtype
+    device: str, shape: tuple[int, int, int, int], normed: bool, rotary: torch.dtype, int8: bool
 ) -> None:
     made = exact(shape, normed=normed, rotary=rotary, gap=16, seed=sum(shape))
+    made.int8 = int8
     assert_equal(launched(made, device).left(), made.want())
 
 
@@ -46,17 +49,26 @@ def test_elsewhere_all_but_rare_neighbours_are_the_twins(
     assert_near(launched(made, device).left(), reference)
 
 
+def test_without_norms_int8_is_the_twins_to_the_last_bit(device: str) -> None:
+    made = replace(usual((9, 32, 8, 128), normed=False), int8=True)
+    reference = made.on("cpu").run(qk_rope.norm_rope_store).left()
+    assert_equal(launched(made, device).left(), reference)
+
+
 @given(
     st.integers(1, 12),
     st.integers(1, 10),
     st.integers(1, 5),
     st.sampled_from([32, 64, 128]),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=8 if INTERPRETED else 60)
-def test_any_step(device: str, T: int, H: int, group: int, D: int, normed: bool, seed: int) -> None:
-    made = exact((T, H * group, H, D), normed=normed, seed=seed)
+def test_any_step(
+    device: str, T: int, H: int, group: int, D: int, normed: bool, int8: bool, seed: int
+) -> None:
+    made = replace(exact((T, H * group, H, D), normed=normed, seed=seed), int8=int8)
     reference = made.on("cpu").run(qk_rope.norm_rope_store).left()
     assert_equal(launched(made, device).left(), reference)
 
@@ -72,15 +84,16 @@ def test_no_tokens_change_nothing(device: str) -> None:
     assert got.q.shape == (0, 128) and got.cache.stats_C.tolist() == [5, 1, 2, 0, 0]
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["e4m3", "int8"])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
 @pytest.mark.parametrize("head", [0, 4, 7], ids=["q", "k", "v"])
-def test_what_is_no_number(device: str, value: float, head: int) -> None:
-    made = exact((3, 4, 2, 32), normed=True)
+def test_what_is_no_number(device: str, value: float, head: int, int8: bool) -> None:
+    made = replace(exact((3, 4, 2, 32), normed=not int8), int8=int8)
     made.qkv_THD[0, head, 7] = value
     reference = made.on("cpu").run(qk_rope.norm_rope_store)
     got = launched(made, device)
     for mine, other in zip(got.left()[1:], reference.left()[1:], strict=True):
-        assert torch.equal(torch.tensor(mine), torch.tensor(other))
+        np.testing.assert_array_equal(mine, other)
     assert torch.equal(got.q.isnan().cpu(), reference.q.isnan())
 
 
@@ -216,7 +229,8 @@ def test_without_norms_it_is_that_to_the_last_bit(
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 def test_a_program_spills_no_registers(device: str) -> None:
-    launched(usual((2, 32, 8, 128), normed=True), device)
+    for int8 in (False, True):
+        launched(replace(usual((2, 32, 8, 128), normed=True), int8=int8), device)
     kernels = [
         kernel
         for caches in qk_rope_triton._some_heads.device_caches.values()

@@ -1,0 +1,96 @@
+"""The kernel that copies pages of an 8-bit cache, against its reference and float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_fp8rl.ops import kv_pages, kv_pages_triton, kv_triton
+from tests.gpu.conftest import INTERPRETED
+from tests.kv_pages_oracle import FORMATS, SHAPES, assert_same, draw, want
+
+
+@pytest.mark.parametrize("many", [0, 2**62], ids=["large", "small"])
+@pytest.mark.parametrize("count", [None, 0, 3, 99])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_lie_side_by_side(
+    device: str,
+    shape: tuple[int, ...],
+    kind: str,
+    count: int | None,
+    many: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_triton, "_MANY", many)  # programs of both sizes
+    made = draw(shape, kind, count)
+    assert_same(made.on(device).run(kv_pages_triton.dequantize_pages), want(made))
+
+
+@given(
+    st.integers(0, 5),
+    st.sampled_from([2, 16, 64]),
+    st.integers(1, 3),
+    st.sampled_from([16, 64, 80, 96, 128]),
+    st.sampled_from([64, 128]),
+    st.sampled_from(FORMATS),
+    st.one_of(st.none(), st.integers(0, 9)),
+    st.sampled_from([torch.float16, torch.bfloat16]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=8 if INTERPRETED else 60)
+def test_any_copy(
+    device: str,
+    pages: int,
+    size: int,
+    heads: int,
+    k_dim: int,
+    v_dim: int,
+    kind: str,
+    count: int | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    made = draw((pages, size, heads, k_dim, v_dim), kind, count, seed)
+    made.dtype = dtype
+    reference = made.on("cpu").run(kv_pages.dequantize_pages)
+    assert_same(made.on(device).run(kv_pages_triton.dequantize_pages), reference)
+
+
+def test_control_a_wrong_page_is_seen(device: str) -> None:
+    made = draw(SHAPES[1], "int8")
+    wanted = want(made)
+    made.pages_P = made.pages_P.flip(0)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same(made.on(device).run(kv_pages_triton.dequantize_pages), wanted)
+
+
+# ---- only on a GPU
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter captures no CUDA graphs")
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_graph_reads_pages_and_their_count_at_its_replay(device: str, kind: str) -> None:
+    made = draw((9, 64, 8, 128, 128), kind, 9).on(device)
+    made.run(kv_pages_triton.dequantize_pages)  # compiled before it is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = made.run(kv_pages_triton.dequantize_pages)
+    for count in (4, 9):
+        assert made.count is not None
+        made.count.fill_(count)
+        made.pages_P.copy_(made.pages_P.roll(1))
+        graph.replay()
+        assert_same(out, tuple(x.cpu() for x in made.run(kv_pages_triton.dequantize_pages)))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="4 GiB")
+def test_a_workspace_beyond_32_bits(device: str) -> None:
+    made = draw((3, 256, 8, 128, 128), "int8").on(device)
+    made.pages_P = made.pages_P.repeat(2734)
+    k_WHD, _ = made.run(kv_pages_triton.dequantize_pages)
+    assert k_WHD.numel() > 2**31
+    last = slice(-256 - 3, -3)
+    slots = int(made.pages_P[-1]) * 256 + torch.arange(256, device=device)
+    assert torch.equal(k_WHD[last].float(), made.codes.values(slots)[0])

@@ -1,0 +1,54 @@
+"""The reference of copies out of a paged 8-bit cache, against float64 and page by page."""
+
+import pytest
+import torch
+
+from sgl_fp8rl.ops.kv_pages import dequantize_pages
+from tests.kv_pages_oracle import FORMATS, SHAPES, Case, assert_same, draw, want
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("count", [None, 0, 3, 99])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_lie_side_by_side(shape: tuple[int, ...], kind: str, count: int | None) -> None:
+    made = draw(shape, kind, count)
+    assert_same(made.on("cpu").run(dequantize_pages), want(made))
+
+
+def test_int8_is_exact_in_fp16_and_rounded_once_in_bf16() -> None:
+    made = draw(SHAPES[0], "int8")
+    exact = want(made, torch.float64)
+    assert torch.equal(made.on("cpu").run(dequantize_pages)[0].double(), exact[0])
+    made.dtype = BF16
+    assert torch.equal(made.on("cpu").run(dequantize_pages)[0], exact[0].to(BF16))
+
+
+def test_control_a_wrong_page_or_scale_is_seen() -> None:
+    made = draw(SHAPES[1], "int8")
+    wanted = want(made)
+    made.pages_P = made.pages_P.flip(0)
+    with pytest.raises(AssertionError):
+        assert_same(made.on("cpu").run(dequantize_pages), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"pages": torch.zeros(3, dtype=torch.int64)}, "pages.*int64.*int32"),
+        ({"k": torch.zeros(9, 2, 64, dtype=FP16)}, "workspace of K.* at least 24 tokens"),
+        ({"v": torch.zeros(24, 2, 32, dtype=FP16)}, r"workspace of V.*\[2, 64\]"),
+        ({"k": torch.zeros(24, 2, 64)}, "workspace of K.*float32.*FP16"),
+        ({"v": torch.zeros(24, 64, 2, dtype=FP16).transpose(1, 2)}, "workspace of V.*contiguous"),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(change: dict[str, torch.Tensor], sentence: str) -> None:
+    made: Case = draw((3, 8, 2, 64, 64), "int8")
+    given = {
+        "pages": made.pages_P,
+        "k": torch.zeros(24, 2, 64, dtype=FP16),
+        "v": torch.zeros(24, 2, 64, dtype=FP16),
+    } | change
+    with pytest.raises(ValueError, match=sentence):
+        dequantize_pages(made.codes, given["pages"], 8, given["k"], given["v"])
