@@ -51,7 +51,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 def rotate_queries(q_THD: torch.Tensor) -> torch.Tensor:
     """``rotate``, rounded once: FP16 ``[T, H, D]``, contiguous, saturated.
 
-    FP16, since BF16 would cost as much again as the codes of K.
+    FP16: BF16 would add a quarter of the error of the codes of K.
     """
     return rotate(q_THD).clamp(-_FP16_MAX, _FP16_MAX).half()  # NaN passes
 

@@ -105,8 +105,8 @@ def attend(
     Reads the plan that ``Workspace.plan`` made of ``pages.lengths_B`` in this stream.
 
     Args:
-        q_NQD: BF16, the same number of tokens for each sequence, of which each has at least so
-            many.
+        q_NQD: BF16, over INT8 FP16 (``kv_int8.rotate_queries``), the same number of tokens for
+            each sequence, of which each has at least so many.
         window: a token sees so many before it; None for all.
 
     Raises:
@@ -115,10 +115,12 @@ def attend(
     (n, query_heads, dim), heads = q_NQD.shape, codes.k_SHD.shape[1]
     sequences, group = len(pages.lengths_B), query_heads // heads
     queries, rest = divmod(n, sequences)
-    if rest or q_NQD.dtype != torch.bfloat16:
+    token_scales = codes.token_scales_HS
+    dtype = torch.bfloat16 if token_scales is None else torch.float16
+    if rest or q_NQD.dtype != dtype:
         raise ValueError(
             f"a decode step of {sequences} sequences has a q of {n} tokens in {q_NQD.dtype}; pass "
-            f"as many tokens for each, in bfloat16"
+            f"as many tokens for each, in {dtype}"
         )
     if q_NQD.stride()[1:] != (dim, 1):
         q_NQD = q_NQD.contiguous()
@@ -129,7 +131,6 @@ def attend(
             f"{workspace.columns} that its workspace was made for"
         )
     out = torch.empty(q_NQD.shape, dtype=torch.bfloat16, device=q_NQD.device)
-    token_scales = codes.token_scales_HS
     arguments = (
         q_NQD,
         np.int64(q_NQD.stride(0)),
