@@ -85,12 +85,8 @@ def draw(case: Case, device: str, seed: int = 0) -> Step:
         unused = (order[sum(counts) :, None] * case.page).long().flatten()
         codes.k_SHD.view(torch.uint8)[unused] = codes.v_SHD.view(torch.uint8)[unused] = 0x7F
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    return Step(
-        q.half() if case.int8 else q.bfloat16(),
-        codes,
-        Pages(table, case.page, lengths),
-        case.dim**-0.5,
-    )
+    q = q.half() if case.int8 else q.bfloat16()
+    return Step(q, codes, Pages(table, case.page, lengths), case.dim**-0.5)
 
 
 def exact(step: Step, window: int | None = None) -> Tensor:

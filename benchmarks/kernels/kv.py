@@ -138,8 +138,7 @@ def our_store(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, cache: Cache) -> No
         slots_T,
         cache.k_SHD,
         cache.v_SHD,
-        cache.k_scale_H,
-        cache.v_scale_H,
+        *_scales(cache),
         cache.stats_C,
         read_back=False,
     )
@@ -151,7 +150,7 @@ def stock_store(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, cache: Cache) -> 
 
     codes = [
         x.div_(scale_H[0]).to(FP8_DTYPE).view(torch.uint8).view(-1, H * D)
-        for x, scale_H in ((k_THD, cache.k_scale_H), (v_THD, cache.v_scale_H))
+        for x, scale_H in zip((k_THD, v_THD), _scales(cache), strict=True)
     ]
     buffers = [x.view(torch.uint8).view(-1, H * D) for x in (cache.k_SHD, cache.v_SHD)]
     store_cache(*codes, *buffers, slots_T, row_bytes=H * D, v_row_bytes=H * D)
@@ -161,7 +160,7 @@ def stock_store_xqa(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, cache: Cache)
     """What SGLang's backend with XQA launches."""
     from sglang.kernels.ops.kvcache.fused_fp8_qkv_kv_cache import fused_fp8_qkv_kv_cache
 
-    scales = cache.k_scale_H[:1], cache.v_scale_H[:1]
+    scales = [scale_H[:1] for scale_H in _scales(cache)]
     fused_fp8_qkv_kv_cache(None, k_THD, v_THD, cache.k_SHD, cache.v_SHD, slots_T, *scales)
 
 
@@ -200,6 +199,11 @@ def _slots(tokens: int) -> Tensor:
 
 def _at(codes_SHD: Tensor, slots_T: Tensor) -> Tensor:
     return codes_SHD.view(torch.uint8)[slots_T]  # not every torch can index FP8
+
+
+def _scales(cache: Cache) -> tuple[Tensor, Tensor]:
+    assert cache.k_scale_H is not None and cache.v_scale_H is not None
+    return cache.k_scale_H, cache.v_scale_H
 
 
 def _cache() -> Cache:

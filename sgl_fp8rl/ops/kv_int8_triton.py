@@ -18,7 +18,7 @@ from sgl_fp8rl.ops.kv_int8 import (
     block_of,
     check_store_int8,
 )
-from sgl_fp8rl.ops.kv_triton import PADDING, count, magnitude, rows_of
+from sgl_fp8rl.ops.kv_triton import PADDING, bits_of, count, magnitude, rows_of
 
 
 def store_kv_int8(
@@ -67,9 +67,10 @@ def store_kv_int8(
 
 
 def rotate_queries(q_THD: torch.Tensor) -> torch.Tensor:
-    """``kv_int8.rotate_queries`` on the current stream: BF16 or FP16, of which the head dim is
-    contiguous."""
+    """``kv_int8.rotate_queries`` on the current stream."""
     T, N, D = q_THD.shape
+    if q_THD.stride(2) != 1:
+        q_THD = q_THD.contiguous()
     out = q_THD.new_empty(q_THD.shape, dtype=torch.float16)
     width = triton.next_power_of_2(D)
     rows = rows_of(T * N, width)
@@ -101,7 +102,6 @@ def log_block(dim: int) -> int:
     return block_of(dim).bit_length() - 1
 
 
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _LARGEST_CODE = tl.constexpr(float(LARGEST_CODE))
 _LARGEST = tl.constexpr(LARGEST_CODE * LARGEST_SCALE)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
@@ -130,12 +130,6 @@ def to_fp16(x: tl.tensor) -> tl.tensor:
     """Saturated; NaN passes."""
     clamped = tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX)
     return tl.where(x == x, clamped, x).to(tl.float16)
-
-
-@triton.jit
-def bits_of(x: tl.tensor) -> tl.tensor:
-    """Of ``|x|``: as integers in the order of magnitudes, with Inf and NaN on top."""
-    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
@@ -236,33 +230,11 @@ def _store_rows(
     """One program stores ``ROWS`` heads of one side."""
     if tl.program_id(1) == 0:
         _store_side(
-            k_memory,
-            k_strides,
-            slots,
-            stats,
-            rows,
-            0,
-            HEADS,
-            D_K,
-            LOG_BLOCK,
-            COLS,
-            ROWS,
-            READ_BACK,
+            k_memory, k_strides, slots, stats, rows, 0, HEADS, D_K, LOG_BLOCK, COLS, ROWS, READ_BACK
         )
     else:
         _store_side(
-            v_memory,
-            v_strides,
-            slots,
-            stats,
-            rows,
-            1,
-            HEADS,
-            D_V,
-            LOG_BLOCK,
-            COLS,
-            ROWS,
-            READ_BACK,
+            v_memory, v_strides, slots, stats, rows, 1, HEADS, D_V, LOG_BLOCK, COLS, ROWS, READ_BACK
         )
 
 

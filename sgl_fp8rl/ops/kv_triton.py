@@ -82,7 +82,6 @@ def rows_of(heads: int, width: int) -> int:
 
 _LARGEST = tl.constexpr(FP8_MAX)
 PADDING = tl.constexpr(PADDING_SLOT)
-# FP32 bits as integers: in the order of magnitudes, with Inf and NaN on top.
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INF = tl.constexpr(0x7F800000)
 
@@ -101,9 +100,15 @@ def clipped(quotient: tl.tensor, real: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def bits_of(x: tl.tensor) -> tl.tensor:
+    """The FP32 bits of ``|x|``: integers in the order of magnitudes, Inf and NaN on top."""
+    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
 def magnitude(values: tl.tensor, real: tl.tensor) -> tl.tensor:
-    """The bits of ``|values|``, FP32; 0 where an element is padding or not finite."""
-    bits = values.to(tl.int32, bitcast=True) & _MAGNITUDE
+    """``bits_of``; 0 where an element is padding or not finite."""
+    bits = bits_of(values)
     return tl.where(real & (bits < _INF), bits, 0)
 
 

@@ -31,14 +31,14 @@ constexpr float LOWEST = -1e30f;                                // a maximum of 
 constexpr float P_EXPONENT = 15.f;                              // P is at most 2^15, so that small ones are normal in FP16
 
 struct Parameters {
-  const u16 *q; i64 q_stride;                                   // BF16, with INT8 FP16 [sequences * queries, query heads, D]
+  const u16 *q; i64 q_stride;                                   // BF16, over INT8 FP16 [sequences * queries, query heads, D]
   const unsigned char *k, *v; i64 slot_stride;                  // codes [slots, KV heads, D]
   const float *k_scale, *v_scale;                               // E4M3: [KV heads]
   const u32 *token_scales; i64 token_scales_stride;             // INT8: [KV heads, slots], BF16 of K (low) and V
   const int *pages; i64 pages_stride; int page_log2;            // [sequences, pages]
   const int4 *work; const int *first;                           // what plan writes
   float *split_sums; float2 *split_stats;                       // [splits, KV heads, columns, D]; maximum and sum of P
-  u16 *out;                                                     // BF16, contiguous, as q
+  u16 *out;                                                     // BF16, contiguous, of q's shape
   int sequences, heads, group, queries, window;                 // tokens before its own that a query sees
   float scale_log2;                                             // softmax scale / ln 2
 };
@@ -78,8 +78,10 @@ __device__ __forceinline__ u32 transposed(u32 x) { u32 r; asm volatile("movmatri
 __device__ __forceinline__ u32 half2_of(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ u32 bf16x2_of(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
-__device__ __forceinline__ float from_half(u32 bits) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((u16)bits)); return r; }
-__device__ __forceinline__ float of_q(u32 bits) { return INT8 ? from_half(bits) : from_bf16(bits); }
+__device__ __forceinline__ float from_q(u32 bits) {
+  if (!INT8) return from_bf16(bits);
+  float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((u16)bits)); return r;
+}
 __device__ __forceinline__ float exp2_of(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 __device__ __forceinline__ float log2_of(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 __device__ __forceinline__ void init_barrier(u64 *b, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count)); }
@@ -251,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
 #pragma unroll
       for (int w = 0; w < KW; w++) {
         const uint2 x = raw_q[c][w];
-        largest = fmaxf(fmaxf(largest, fmaxf(fabsf(of_q(x.x & 0xffff)), fabsf(of_q(x.x >> 16)))), fmaxf(fabsf(of_q(x.y & 0xffff)), fabsf(of_q(x.y >> 16))));
+        largest = fmaxf(fmaxf(largest, fmaxf(fabsf(from_q(x.x & 0xffff)), fabsf(from_q(x.x >> 16)))), fmaxf(fabsf(from_q(x.y & 0xffff)), fabsf(from_q(x.y >> 16))));
       }
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1)); largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       const int exponent = min(max((int)(__float_as_uint(largest) >> 23), 40), 214);
@@ -259,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
 #pragma unroll
       for (int w = 0; w < KW; w++) {
         const uint2 x = raw_q[c][w];
-        const float x0 = of_q(x.x & 0xffff) * factor, x1 = of_q(x.x >> 16) * factor, x2 = of_q(x.y & 0xffff) * factor, x3 = of_q(x.y >> 16) * factor;
+        const float x0 = from_q(x.x & 0xffff) * factor, x1 = from_q(x.x >> 16) * factor, x2 = from_q(x.y & 0xffff) * factor, x3 = from_q(x.y >> 16) * factor;
         qb[c][w][0] = INT8 ? half2_of(x0, x2) : half2_of(x0, x1);  // int8_to_half takes every other byte
         qb[c][w][1] = INT8 ? half2_of(x1, x3) : half2_of(x2, x3);
       }

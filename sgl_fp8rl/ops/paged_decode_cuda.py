@@ -105,8 +105,8 @@ def attend(
     Reads the plan that ``Workspace.plan`` made of ``pages.lengths_B`` in this stream.
 
     Args:
-        q_NQD: BF16, or FP16 for INT8 codes; the same number of tokens for each sequence, of which
-            each has at least so many.
+        q_NQD: BF16, over INT8 FP16 (``kv_int8.rotate_queries``), the same number of tokens for
+            each sequence, of which each has at least so many.
         window: a token sees so many before it; None for all.
 
     Raises:
@@ -115,7 +115,8 @@ def attend(
     (n, query_heads, dim), heads = q_NQD.shape, codes.k_SHD.shape[1]
     sequences, group = len(pages.lengths_B), query_heads // heads
     queries, rest = divmod(n, sequences)
-    dtype = torch.bfloat16 if codes.token_scales_HS is None else torch.float16
+    token_scales = codes.token_scales_HS
+    dtype = torch.bfloat16 if token_scales is None else torch.float16
     if rest or q_NQD.dtype != dtype:
         raise ValueError(
             f"a decode step of {sequences} sequences has a q of {n} tokens in {q_NQD.dtype}; pass "
@@ -130,7 +131,6 @@ def attend(
             f"{workspace.columns} that its workspace was made for"
         )
     out = torch.empty(q_NQD.shape, dtype=torch.bfloat16, device=q_NQD.device)
-    token_scales = codes.token_scales_HS
     arguments = (
         q_NQD,
         np.int64(q_NQD.stride(0)),

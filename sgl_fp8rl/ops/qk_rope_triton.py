@@ -14,7 +14,6 @@ import triton.language as tl
 
 from sgl_fp8rl.ops.kv_int8_triton import (
     bf16_bits,
-    bits_of,
     clipped_int8,
     codes_of,
     hadamard,
@@ -23,7 +22,7 @@ from sgl_fp8rl.ops.kv_int8_triton import (
     scale_of,
     to_fp16,
 )
-from sgl_fp8rl.ops.kv_triton import PADDING, clipped, count, magnitude, saturate
+from sgl_fp8rl.ops.kv_triton import PADDING, bits_of, clipped, count, magnitude, saturate
 from sgl_fp8rl.ops.qk_rope import Cache, Norms, check
 
 # A program handles this many heads of one token, all of q, of K or of V. Neither depends on the
@@ -82,7 +81,8 @@ def norm_rope_store(
             ROWS=_ROWS,
             NORMED=norms is not None,
             INT8=is_int8,
-            num_warps=_WARPS,
+            # with fewer Triton rotates wide heads through shared memory
+            num_warps=2 * _WARPS if is_int8 and D > 128 else _WARPS,
         )
     return q_TC
 

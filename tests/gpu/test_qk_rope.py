@@ -147,10 +147,14 @@ def test_control_values_that_are_rounded_once_too_little_are_seen(device: str) -
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter captures no CUDA graphs")
+@pytest.mark.parametrize("int8", [False, True], ids=["e4m3", "int8"])
 @pytest.mark.parametrize("tokens", [1, 128])
-def test_a_graph_reads_what_is_there_when_it_is_replayed(device: str, tokens: int) -> None:
+def test_a_graph_reads_what_is_there_when_it_is_replayed(
+    device: str, tokens: int, int8: bool
+) -> None:
     shape = (tokens, 32, 8, 128)
-    live = launched(exact(shape, normed=True), device)  # compiled before it is captured
+    first = replace(exact(shape, normed=True), int8=int8)
+    live = launched(first, device)  # compiled before it is captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -158,7 +162,7 @@ def test_a_graph_reads_what_is_there_when_it_is_replayed(device: str, tokens: in
             live.qkv, live.positions, live.cos_sin, live.norms, live.slots, live.cache
         )
     for seed in (1, 2):
-        made = exact(shape, normed=True, seed=seed)
+        made = replace(exact(shape, normed=True, seed=seed), int8=int8)
         fresh = made.on(device)
         assert live.norms is not None and fresh.norms is not None
         for mine, other in (
@@ -170,9 +174,11 @@ def test_a_graph_reads_what_is_there_when_it_is_replayed(device: str, tokens: in
             (live.norms.k_D, fresh.norms.k_D),
             (live.cache.k_scale_H, fresh.cache.k_scale_H),
             (live.cache.v_scale_H, fresh.cache.v_scale_H),
+            (live.cache.token_scales_HS, fresh.cache.token_scales_HS),
             (live.cache.stats_C, fresh.cache.stats_C),
         ):
-            mine.copy_(other)
+            if mine is not None:
+                mine.copy_(other)
         for cache in (live.k_cache, live.v_cache):
             cache.box.view(torch.uint8).zero_()
         graph.replay()

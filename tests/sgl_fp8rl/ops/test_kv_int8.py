@@ -13,7 +13,7 @@ from scipy.linalg import hadamard
 
 from sgl_fp8rl.ops import kv_int8
 from sgl_fp8rl.ops.kv_int8 import rotate, rotate_queries, store_kv_int8, token_codes
-from sgl_fp8rl.ops.paged_decode import Codes
+from sgl_fp8rl.ops.paged_decode import Codes, Pages, attend
 from tests.kv_int8_oracle import BLOCKS, Left, encode, left, matrix, rotated, want
 from tests.kv_oracle import Case, case, plant
 from tests.sgl_fp8rl.ops.test_kv import VALUES
@@ -221,6 +221,28 @@ def test_codes_and_scales_are_read_as_decode_reads_them() -> None:
     read = Codes(*caches, token_scales_HS=scales_HS).values(got.slots)
     for mine, other in zip(read, back, strict=True):
         assert torch.equal(mine, other.float())
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_decode_over_it_is_near_attention_over_what_was_stored(dim: int) -> None:
+    """Outliers in two channels of K, as biases make them, among the tokens."""
+    k, v = usual(dim, tokens=96), usual(dim, tokens=96, seed=1)
+    k[..., [3, 40]] += 50
+    q = usual(dim, tokens=1, heads=8, seed=2)
+    slots = torch.randperm(128, generator=torch.Generator().manual_seed(3))[:96]
+    cache = torch.zeros(2, 128, 4, dim, dtype=torch.int8)
+    scales_HS, stats = torch.zeros(4, 128, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
+    store_kv_int8(k, v, slots, cache[0], cache[1], scales_HS, stats, read_back=False)
+    pages = Pages(slots[None].int(), 1, torch.tensor([96]).int())
+    scores = torch.einsum("hgd,thd->hgt", q[0].double().unflatten(0, (4, 2)), k.double())
+    exact = torch.einsum("hgt,thd->hgd", (scores * dim**-0.5).softmax(-1), v.double()).flatten(0, 1)
+
+    def error(query: Tensor) -> float:
+        codes = Codes(cache[0], cache[1], token_scales_HS=scales_HS)
+        return float((attend(query, codes, pages, dim**-0.5)[0] - exact).norm() / exact.norm())
+
+    assert error(rotate_queries(q)) < 0.05
+    assert error(q) > 0.5  # control: as it is
 
 
 # ---- controls
