@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.parity import picture
-from benchmarks.pretrained import checkpoint, measured, pieces, weights
+from benchmarks.pretrained import checkpoint, kv_orders, measured, pieces, weights
 from benchmarks.pretrained.arms import ARMS, BF16
 from benchmarks.pretrained.demo import MEASURED, TRAINED, summary
 from benchmarks.pretrained.measured import scaled_blocks
@@ -137,3 +137,11 @@ def test_the_pretrained_model_has_a_picture_of_its_own(tmp_path: Path) -> None:
     environment = {"device": "CPU", "commit": "abc1234"}
     picture.draw([environment, *runs], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_each_prompt_comes_first_in_turn() -> None:
+    found = list(kv_orders.orders(12))
+    assert [order[0] for order in found] == [*range(6)] * 2
+    assert {tuple(sorted(order)) for order in found} == {tuple(range(6))}
+    assert len({tuple(order) for order in found}) == 12
+    assert found[:7] == list(kv_orders.orders(7))
