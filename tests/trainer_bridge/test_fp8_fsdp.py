@@ -17,7 +17,14 @@ from torch.distributed.tensor import DTensor
 from sgl_fp8rl.ops.reference import quantize_weight
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.trainer_bridge import moe_models, ranks
-from tests.trainer_bridge.test_fp8_forward import FakeEngine, fp8_names, hf_tensors, sums_of, tiny
+from tests.trainer_bridge.test_fp8_forward import (
+    INT8_CACHE,
+    FakeEngine,
+    fp8_names,
+    hf_tensors,
+    sums_of,
+    tiny,
+)
 from trainer_bridge import fp8_forward
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fp8_forward import convert_layers
@@ -235,6 +242,7 @@ def not_resharded(rank: int, folder: Path) -> None:
     """After a forward that leaves every parameter whole, as between a rollout and its update."""
     model = tiny("qwen3")
     engine = FakeEngine(model, kv_cache={"layers": 2, "kv_heads": 2}) if rank == 0 else None
+    other = FakeEngine(model, kv_cache=INT8_CACHE) if rank == 0 else None
     if engine is not None:
         engine.sums = sums_of(model)
         engine.kv = {"pending": False, "scales": [[[0.3, 0.3], [0.2, 0.2], [1.0, 1.0]]] * 2}
@@ -244,7 +252,11 @@ def not_resharded(rank: int, folder: Path) -> None:
         plain = model(tokens()).logits
         assert not isinstance(model.model.layers[0].mlp.down_proj.weight, DTensor)
         fp8.sync_kv_scales(engine)
-        assert not torch.equal(model(tokens()).logits, plain)
+        in_e4m3 = model(tokens()).logits
+        assert not torch.equal(in_e4m3, plain)
+        fp8.sync_kv_scales(other)
+        in_int8 = model(tokens()).logits
+        assert not torch.equal(in_int8, plain) and not torch.equal(in_int8, in_e4m3)
     fp8.check(engine)
 
 
