@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.kv_cache.kernel_scales import Derive, fa3_k_descale
+from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
 
 logger = logging.getLogger(__name__)
 
 FP8_KV = "fp8_e4m3"
 """SGLang's name of a dtype of one byte; INT8 codes lie in the same memory."""
-E4M3, INT8 = "e4m3", "int8"
 UNQUANTIZED = (None, "auto", "bf16", "bfloat16")
 TRTLLM_MHA = "trtllm_mha"
 """SGLang's name of the backend whose page tables our decode kernel reads on Hopper."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.kv_cache.backends import BACKENDS, E4M3
+from sgl_fp8rl.kv_cache.backends import BACKENDS
 from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales, V
 from sgl_fp8rl.kv_cache.quantized import Caches, Heads, KVScalesError, LayerKV, QuantizedKV, on_host
 from sgl_fp8rl.ops.paged_decode import Codes
-from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
+from sgl_fp8rl.protocol.kv_schema import E4M3, KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
 
 START_V = 0.25
 """V's scale before the first measurement, where scales are measured; others are 1. A measurement

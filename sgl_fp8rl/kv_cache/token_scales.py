@@ -5,10 +5,10 @@ Nothing is calibrated, and no update brings scales: a token's codes depend on th
 
 import torch
 
-from sgl_fp8rl.kv_cache.backends import INT8
 from sgl_fp8rl.kv_cache.quantized import Caches, Heads, LayerKV, QuantizedKV, on_host
 from sgl_fp8rl.ops.kv_int8 import rotate, rotate_queries
 from sgl_fp8rl.ops.paged_decode import Codes
+from sgl_fp8rl.protocol.kv_schema import INT8
 
 SCALE_BYTES = 4
 """Of a token and KV head, in each layer: two BF16, of K and of V."""
