@@ -137,8 +137,8 @@ def _our_arguments(backend: str | None) -> Iterator[None]:
         def __new__(cls, **given: Any) -> Any:
             # a trainer's update restores what a release lost: a copy in host memory is waste
             given["enable_weights_cpu_backup"] = False
-            if check_dtype(given.get("kv_cache_dtype")):
-                given["attention_backend"] = backend  # that of an FP8 KV cache is selected
+            if given.get("fp8rl_kv_cache") or check_dtype(given.get("kv_cache_dtype")):
+                given["attention_backend"] = backend  # that of an 8-bit KV cache is selected
             return parse_engine_kwargs(**given)
 
     original, stock.ServerArgs = stock.ServerArgs, Arguments
