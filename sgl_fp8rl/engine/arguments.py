@@ -8,6 +8,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import read_file
 from sgl_fp8rl.protocol import nixl_memory
+from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
 
 REFUSED: Mapping[str, Mapping[str, object]] = {
     "updates reach one tokenizer worker, one scheduler and its ranks on one host": {
@@ -92,7 +93,7 @@ def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
     Raises:
         ValueError: the arguments are refused.
     """
-    kv_format = options.kv_cache or backends.E4M3
+    kv_format = options.kv_cache or E4M3
     if not backends.check_dtype(server_args.kv_cache_dtype):
         if options.kv_cache is not None:
             raise ValueError(
@@ -102,7 +103,7 @@ def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
         return
     backends.check_resolved(server_args, kv_format)
     if options.kv_scales is not None:
-        if kv_format == backends.INT8:
+        if kv_format == INT8:
             raise ValueError("--fp8rl-kv-scales are of layers, and --fp8rl-kv-cache int8 has none")
         read_file(options.kv_scales)
 

@@ -21,6 +21,7 @@ from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.arguments import check_server_args
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.options import current_options, export_flags, export_keywords, read_options
+from sgl_fp8rl.protocol.kv_schema import E4M3
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def _for_8_bit_kv(given: Mapping[str, Any], kv_cache: str | None) -> dict[str, s
     if not backends.check_dtype(backends.dtype_of(kv_cache, given.get("kv_cache_dtype"))):
         return {}
     dtype: dict[str, str | int] = {"kv_cache_dtype": backends.FP8_KV}
-    return dtype | backends.choose(given, backends.capability(), kv_cache or backends.E4M3)
+    return dtype | backends.choose(given, backends.capability(), kv_cache or E4M3)
 
 
 def parse_engine_kwargs(**keywords: Any) -> Any:
