@@ -170,10 +170,11 @@ def _for_8_bit_kv(given: Mapping[str, Any], kv_cache: str | None) -> dict[str, s
     """
     if given.get("quantization") != NAME:
         return {}
-    if not backends.check_dtype(backends.dtype_of(kv_cache, given.get("kv_cache_dtype"))):
+    asked = given.get("kv_cache_dtype")
+    if not backends.check_dtype(backends.dtype_of(kv_cache, asked)):
         return {}
-    dtype: dict[str, str | int] = {"kv_cache_dtype": backends.FP8_KV}
-    return dtype | backends.choose(given, backends.capability(), kv_cache or E4M3)
+    chosen = backends.choose(given, backends.capability(), kv_cache or E4M3)
+    return chosen if asked == backends.FP8_KV else {"kv_cache_dtype": backends.FP8_KV, **chosen}
 
 
 def parse_engine_kwargs(**keywords: Any) -> Any:
