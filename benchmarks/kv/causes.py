@@ -292,12 +292,10 @@ def calibration(loads: Sequence[drawn.Load] = LOADS) -> Iterator[Measurement]:
             meant = replace(inputs, k_SHD=k_HTD.transpose(0, 1), v_SHD=v_HTD.transpose(0, 1))
             wanted = drawn.exact(meant)
             q_HGD = by_power_of_two(inputs.q_BHGD[0].float()) * drawn.DIM**-0.5
-            args = (
-                q_HGD.flatten(0, 1)[:, None],
-                *(x.repeat_interleave(4, 0) for x in (k_HTD, v_HTD)),
-            )
+            q_H1D = q_HGD.flatten(0, 1)[:, None]
+            k, v = (x.repeat_interleave(drawn.GROUP, 0) for x in (k_HTD, v_HTD))
             for name, add in (("16 bits", simulated.full_sum), ("14 bits", simulated.short_sum)):
-                out = simulated.attend(*args, load.context - 1, p_codes=e4m3, add=add)
+                out = simulated.attend(q_H1D, k, v, load.context - 1, p_codes=e4m3, add=add)
                 values[name].append(drawn.bias(out, wanted))
         for name, found in values.items():
             case = load.name

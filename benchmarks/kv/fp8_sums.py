@@ -67,15 +67,9 @@ def draw(case: Case, device: str, seed: int = 0) -> Inputs:
 
     tokens = case.batch * case.context
     q = (normal(case.batch * case.queries, HEADS * GROUP, DIM) * case.score_std).to(FP8)
-    k = torch.cat([normal(len(part), HEADS, DIM).to(FP8) for part in _parts(tokens, device)])
-    v = torch.cat(
-        [(normal(len(part), HEADS, DIM) + case.v_mean).to(FP8) for part in _parts(tokens, device)]
-    )
+    k = normal(tokens, HEADS, DIM).to(FP8)
+    v = (normal(tokens, HEADS, DIM) + case.v_mean).to(FP8)
     return Inputs(case, q, k, v)
-
-
-def _parts(tokens: int, device: str) -> tuple[torch.Tensor, ...]:
-    return torch.arange(tokens, device=device).split(1 << 16)
 
 
 def oracle(inputs: Inputs) -> torch.Tensor:

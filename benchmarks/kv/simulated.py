@@ -95,7 +95,8 @@ def hadamard(dim: int) -> torch.Tensor:
     made = torch.ones(1, 1)
     while len(made) < block:
         made = torch.cat((torch.cat((made, made), 1), torch.cat((made, -made), 1)))
-    return torch.block_diag(*[made * block**-0.5] * (dim // block))
+    whole: torch.Tensor = torch.block_diag(*[made * block**-0.5] * (dim // block))
+    return whole
 
 
 # ---- attention on FP8 tensor cores ---------------------------------------------------------------
