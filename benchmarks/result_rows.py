@@ -30,6 +30,8 @@ UNITS = {
 }
 """By the end of a metric's name; the first that fits."""
 NATS = {
+    "kv_kl",
+    "logprob_bias",
     "logprob_error",
     "logprob_error_decode",
     "logprob_abs_diff_mean",
