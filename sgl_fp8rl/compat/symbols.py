@@ -47,6 +47,8 @@ SYMBOLS = {
     "DummyModelLoader": "sglang.srt.model_loader.loader:DummyModelLoader",
     # serving
     "ServerArgs": "sglang.srt.server_args:ServerArgs",
+    "resolved_view": "sglang.srt.arg_groups.overrides:resolved_view",
+    "RUST_SERVER": "sglang.srt.environ:envs.SGLANG_RUST_SERVER",
     "Engine": "sglang.srt.entrypoints.engine:Engine",
     "http_app": "sglang.srt.entrypoints.http_server:app",
     "AttachHiCacheStorageReqOutput": "sglang.srt.managers.io_struct:AttachHiCacheStorageReqOutput",
