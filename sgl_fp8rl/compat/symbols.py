@@ -16,6 +16,8 @@ SYMBOLS = {
     "FusedMoE": "sglang.srt.layers.moe.fused_moe_triton:FusedMoE",
     "Fp8Config": "sglang.srt.layers.quantization.fp8:Fp8Config",
     "StandardCombineInput": "sglang.srt.layers.moe.token_dispatcher:StandardCombineInput",
+    "derived_weight_cache_error": "sglang.srt.model_executor.model_runner_components"
+    ".weight_updater:_unsupported_derived_weight_cache_error",
     # compiling
     "deep_gemm_linear": "sglang.srt.layers.quantization.fp8_utils:"
     "deepgemm_w8a8_block_fp8_linear_with_fallback",

@@ -204,14 +204,21 @@ def parse_engine_kwargs(**keywords: Any) -> Any:
 def check_scheduler_args(
     original: Any, scheduler: Any, server_args: Any, *args: Any, **keywords: Any
 ) -> None:
-    """AROUND ``Scheduler.__init__``: check what SGLang resolved, whoever made its arguments.
+    """AROUND ``Scheduler.__init__``: check what SGLang resolved, whoever made its arguments, and
+    the model once its graphs are captured.
 
     Raises:
-        ValueError: as ``check_server_args``; SGLang logs it and ends the engine.
+        ValueError: as ``check_server_args`` and ``guards.check_copies``; SGLang logs it and ends
+            the engine.
     """
-    if is_fp8rl(server_args):
-        check_server_args(server_args, current_options())
+    if not is_fp8rl(server_args):
+        original(scheduler, server_args, *args, **keywords)
+        return
+    from sgl_fp8rl.engine import guards
+
+    check_server_args(server_args, current_options())
     original(scheduler, server_args, *args, **keywords)
+    guards.check_copies(scheduler)
 
 
 def _leave_torchrun() -> None:
