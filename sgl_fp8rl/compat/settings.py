@@ -32,5 +32,5 @@ def is_fp8rl(server_args: Any) -> bool:
 
 def user_set_decode_sizes(server_args: Any) -> bool:
     """Whether a flag, a keyword or ``cuda_graph_config`` named the batch sizes of decode graphs."""
-    # where SGLang notes what somebody has set; a record that it did not resolve has none
-    return ("decode", "bs") in vars(server_args)["_cuda_graph_config_locked"]
+    # where SGLang notes what somebody has set
+    return ("decode", "bs") in vars(server_args).get("_cuda_graph_config_locked", ())
