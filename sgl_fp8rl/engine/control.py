@@ -45,7 +45,7 @@ class Control:
     def __init__(self, tokenizer_manager: Any, rpc: zmq.Socket[bytes], server_args: Any) -> None:
         self._manager = tokenizer_manager
         self._schedulers = SchedulerRpc(rpc, tokenizer_manager)
-        self._host = resolved(server_args).host
+        self._settings = resolved(server_args)
         self.options = current_options()
         self.lock = asyncio.Lock()
         """One message at a time."""
@@ -137,7 +137,7 @@ class Control:
             self._session = asyncio.create_task(self._watch(was_paused, sockets))
             if relay is not None:
                 relay.start(sockets, token)
-                begun = {"relay": {"host": self._host, "port": relay.port}}
+                begun = {"relay": {"host": self._settings.host, "port": relay.port}}
             return {"token": token, **begun}
         return begun
 
@@ -148,10 +148,10 @@ class Control:
             ControlError: the server's address cannot be listened at; nothing began.
         """
         try:
-            return Relay(self._host, self.options.session_timeout_s, self._memories)
+            return Relay(self._settings.host, self.options.session_timeout_s, self._memories)
         except OSError as error:
             raise ControlError(
-                f"the engine cannot listen at {self._host} for a trainer on another host "
+                f"the engine cannot listen at {self._settings.host} for a trainer on another host "
                 f"({error}); start it with --host, an address of its own"
             ) from None
 
