@@ -2,6 +2,5 @@
 
 from server_args.args import Fp8RLServerArgs, env_name, flag_name
 from server_args.layers import matches
-from server_args.parse import parse
 
-__all__ = ["Fp8RLServerArgs", "env_name", "flag_name", "matches", "parse"]
+__all__ = ["Fp8RLServerArgs", "env_name", "flag_name", "matches"]

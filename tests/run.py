@@ -99,6 +99,11 @@ NOT_ON_NEWEST = (
     f"{COMMAND}[launch_server]",
     *("-k", " and ".join(f"not {layout}" for layout in LAYOUTS_OF_OLDEST)),
 )
+OF_SETTINGS = tuple(
+    f"tests/sgl_fp8rl/engine/test_{name}.py"
+    for name in ("arguments", "graph_sizes", "plugin", "settings", "startup")
+)
+"""Fast tests of what SGLang resolves, which differs between versions most."""
 VERL = (
     "--verbose",
     "tests/trainer_bridge/test_correction_verl.py",
@@ -128,6 +133,7 @@ PLANS: dict[str, tuple[Suite, ...]] = {
             "qwen2,glm4,mixtral,qwen3_ragged,smollm2,deepseek_v3",
         ),
         Suite("engine", NEWEST, (*ENGINE, *NOT_ON_NEWEST), "gemma"),
+        Suite("settings", NEWEST, (*FAST, *OF_SETTINGS)),
         *_fast(OLDEST),
     ),
     "test-full": (

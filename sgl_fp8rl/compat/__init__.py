@@ -134,6 +134,17 @@ def unknown_updates() -> list[str]:
     )
 
 
+def derived_weight_error(model: Any) -> str | None:
+    """Why SGLang itself would not update a model whose graphs are captured; None if it would.
+
+    Something keeps copies of weights that an update in place does not reach.
+    """
+    find = _look_up(SYMBOLS["derived_weight_cache_error"])
+    # 0.5.17 looks at no model
+    error: str | None = find(model) if inspect.signature(find).parameters else find()
+    return error
+
+
 def xgrammar_masks_on_cpu() -> bool:
     """Whether SGLang's backend xgrammar, which is imported, names the CPU where it masks logits."""
     return "cpu" in _look_up(_target_path(XGRAMMAR_MASK)).__code__.co_consts

@@ -46,7 +46,7 @@ ATTRIBUTES: dict[str, str] = {
     "sglang.srt.server_args.PortArgs": "rpc_ipc_name",
     "sglang.srt.server_args.ServerArgs": (
         "admin_api_key api_key attention_backend chunked_prefill_size "
-        "cuda_graph_backend_prefill cuda_graph_config "
+        "cuda_graph_config "
         "decode_attention_backend device "
         "disable_cuda_graph disable_cuda_graph_padding enable_deterministic_inference "
         "enable_fused_moe_sum_all_reduce enable_symm_mem grammar_backend kv_cache_dtype "

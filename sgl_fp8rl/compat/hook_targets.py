@@ -6,7 +6,8 @@ _RESULTS = (
 )
 # The plugin's.
 HOOK_TARGETS = {
-    "parse_server_args": "sglang.srt.server_args.prepare_server_args",
+    "add_cli_args": "sglang.srt.server_args.ServerArgs.add_cli_args",
+    "from_cli_args": "sglang.srt.server_args.ServerArgs.from_cli_args",
     "verify_quantization": "sglang.srt.configs.model_config.ModelConfig._verify_quantization",
     "get_model_architecture": "sglang.srt.model_loader.utils.get_model_architecture",
     "get_model_loader": "sglang.srt.model_loader.loader.get_model_loader",

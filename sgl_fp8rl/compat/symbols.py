@@ -16,6 +16,8 @@ SYMBOLS = {
     "FusedMoE": "sglang.srt.layers.moe.fused_moe_triton:FusedMoE",
     "Fp8Config": "sglang.srt.layers.quantization.fp8:Fp8Config",
     "StandardCombineInput": "sglang.srt.layers.moe.token_dispatcher:StandardCombineInput",
+    "derived_weight_cache_error": "sglang.srt.model_executor.model_runner_components"
+    ".weight_updater:_unsupported_derived_weight_cache_error",
     # compiling
     "deep_gemm_linear": "sglang.srt.layers.quantization.fp8_utils:"
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
@@ -47,6 +49,8 @@ SYMBOLS = {
     "DummyModelLoader": "sglang.srt.model_loader.loader:DummyModelLoader",
     # serving
     "ServerArgs": "sglang.srt.server_args:ServerArgs",
+    "resolved_view": "sglang.srt.arg_groups.overrides:resolved_view",
+    "RUST_SERVER": "sglang.srt.environ:envs.SGLANG_RUST_SERVER",
     "Engine": "sglang.srt.entrypoints.engine:Engine",
     "http_app": "sglang.srt.entrypoints.http_server:app",
     "AttachHiCacheStorageReqOutput": "sglang.srt.managers.io_struct:AttachHiCacheStorageReqOutput",

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.compat.settings import is_fp8rl
 from sgl_fp8rl.engine.internal_requests import tag_warm_up
 from sgl_fp8rl.protocol.values import excerpt
 
@@ -34,7 +34,7 @@ def check_kinds(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) ->
     Raises:
         ValueError: SGLang answers it with status 400.
     """
-    if manager.server_args.quantization == NAME:
+    if is_fp8rl(manager.server_args):
         given = obj.sampling_params
         reasons = map(why_not_sampling, given if isinstance(given, list) else [given])
         if (why := next(filter(None, (why_not_ids(obj.input_ids), *reasons)), None)) is not None:
@@ -87,7 +87,7 @@ def check_fields(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) -
     Raises:
         ValueError: SGLang answers it with status 400.
     """
-    if manager.server_args.quantization != NAME:
+    if not is_fp8rl(manager.server_args):
         return original(manager, obj, *args, **kw)
     try:
         made = original(manager, obj, *args, **kw)

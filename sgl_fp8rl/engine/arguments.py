@@ -1,10 +1,11 @@
-"""SGLang's arguments that an fp8rl engine refuses, before its model is loaded."""
+"""SGLang's arguments that an fp8rl engine refuses, as SGLang resolved them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
+from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import read_file
 from sgl_fp8rl.protocol import nixl_memory
@@ -51,12 +52,15 @@ REFUSED: Mapping[str, Mapping[str, object]] = {
         "radix_cache_backend": None,
     },
     "an update could begin between two layers of a prefill": {"enable_pdmux": False},
+    "this way to serve has no control route": {"smg_grpc_mode": False, "grpc_mode": False},
 }
 """Why, and each field with the value that is not refused: SGLang's default, or an empty one."""
 
 
 def check_server_args(server_args: Any, options: Fp8RLServerArgs) -> None:
     """Check the arguments of an engine, before its model is loaded.
+
+    The scheduler of each rank does, and the main process before it starts them.
 
     Raises:
         ValueError: updates cannot reach all of it, its KV cache cannot be scaled, its control
@@ -65,13 +69,15 @@ def check_server_args(server_args: Any, options: Fp8RLServerArgs) -> None:
     """
     if options.network == "nixl":
         nixl_memory.check_usable()
-    refuse_layout(server_args)
-    refuse_kv_cache(server_args, options)
-    refuse_second_key(server_args, options.key)
-    refuse_grammar(server_args.grammar_backend)
+    settings = resolved(server_args)
+    refuse_layout(settings)
+    refuse_rust_server()
+    refuse_kv_cache(settings, options)
+    refuse_second_key(settings, options.key)
+    refuse_grammar(settings.grammar_backend)
 
 
-def refuse_layout(server_args: Any) -> None:
+def refuse_layout(settings: Any) -> None:
     """Refuse configurations that updates cannot reach, before anything starts.
 
     Raises:
@@ -79,7 +85,7 @@ def refuse_layout(server_args: Any) -> None:
     """
     for why, fields in REFUSED.items():
         for field, unset in fields.items():
-            value = getattr(server_args, field, unset)
+            value = getattr(settings, field, unset)
             if (value or unset) != unset:
                 raise ValueError(
                     f"quantization fp8rl cannot update an engine with --{field.replace('_', '-')} "
@@ -87,35 +93,48 @@ def refuse_layout(server_args: Any) -> None:
                 )
 
 
-def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
+def refuse_rust_server() -> None:
+    """Refuse SGLang's server in Rust, which has no control route.
+
+    Raises:
+        ValueError: the variable that starts it is set.
+    """
+    if compat.RUST_SERVER.get():
+        raise ValueError(
+            "quantization fp8rl cannot update an engine under SGLANG_RUST_SERVER yet: that server "
+            "has no control route; unset the variable"
+        )
+
+
+def refuse_kv_cache(settings: Any, options: Fp8RLServerArgs) -> None:
     """Refuse a KV cache that cannot be scaled, and scales that cannot be read.
 
     Raises:
         ValueError: the arguments are refused.
     """
     kv_format = options.kv_cache or E4M3
-    if not backends.check_dtype(server_args.kv_cache_dtype):
+    if not backends.check_dtype(settings.kv_cache_dtype):
         if options.kv_cache is not None:
             raise ValueError(
                 f"--fp8rl-kv-cache {options.kv_cache} needs --kv-cache-dtype {backends.FP8_KV} "
                 f"where a framework makes SGLang's arguments; add it"
             )
         return
-    backends.check_resolved(server_args, kv_format)
+    backends.check_resolved(settings, kv_format)
     if options.kv_scales is not None:
         if kv_format == INT8:
             raise ValueError("--fp8rl-kv-scales are of layers, and --fp8rl-kv-cache int8 has none")
         read_file(options.kv_scales)
 
 
-def refuse_second_key(server_args: Any, key: str | None) -> None:
+def refuse_second_key(settings: Any, key: str | None) -> None:
     """Refuse a key of ours beside another of SGLang's: a request has one ``Authorization``.
 
     Raises:
         ValueError: they differ.
     """
-    name = "admin_api_key" if server_args.admin_api_key else "api_key"
-    if key is not None and getattr(server_args, name) not in (None, "", key):
+    name = "admin_api_key" if settings.admin_api_key else "api_key"
+    if key is not None and getattr(settings, name) not in (None, "", key):
         raise ValueError(
             f"FP8RL_KEY is not the --{name.replace('_', '-')}, which SGLang requires of the same "
             f"requests; set both to the same key"

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.engine.scheduler import unknown
 from sgl_fp8rl.engine.scheduler_rpc import BUSY_STATUS, POLL_S, ControlError, SchedulerRpc
 from sgl_fp8rl.options import current_options
@@ -44,7 +45,7 @@ class Control:
     def __init__(self, tokenizer_manager: Any, rpc: zmq.Socket[bytes], server_args: Any) -> None:
         self._manager = tokenizer_manager
         self._schedulers = SchedulerRpc(rpc, tokenizer_manager)
-        self._server_args = server_args
+        self._settings = resolved(server_args)
         self.options = current_options()
         self.lock = asyncio.Lock()
         """One message at a time."""
@@ -136,7 +137,7 @@ class Control:
             self._session = asyncio.create_task(self._watch(was_paused, sockets))
             if relay is not None:
                 relay.start(sockets, token)
-                begun = {"relay": {"host": self._server_args.host, "port": relay.port}}
+                begun = {"relay": {"host": self._settings.host, "port": relay.port}}
             return {"token": token, **begun}
         return begun
 
@@ -146,13 +147,12 @@ class Control:
         Raises:
             ControlError: the server's address cannot be listened at; nothing began.
         """
-        host = self._server_args.host
         try:
-            return Relay(host, self.options.session_timeout_s, self._memories)
+            return Relay(self._settings.host, self.options.session_timeout_s, self._memories)
         except OSError as error:
             raise ControlError(
-                f"the engine cannot listen at {host} for a trainer on another host ({error}); "
-                f"start it with --host, an address of its own"
+                f"the engine cannot listen at {self._settings.host} for a trainer on another host "
+                f"({error}); start it with --host, an address of its own"
             ) from None
 
     async def _drain_and_begin(

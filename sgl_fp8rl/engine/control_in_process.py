@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from threading import Lock
 from typing import Any, TypeVar
 
-from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.compat.settings import is_fp8rl
 from sgl_fp8rl.engine.control import Control
 from sgl_fp8rl.engine.engine_loop import EngineLoop
 from sgl_fp8rl.engine.scheduler_rpc import ControlError
@@ -28,7 +28,7 @@ def control_engine(
     Raises:
         ControlError: the message is refused, or not answered in time; or as ``run_on_engine``.
     """
-    if engine.server_args.quantization != NAME:
+    if not is_fp8rl(engine.server_args):
         raise ControlError("this engine does not run with quantization='fp8rl'")
     return run_on_engine(engine, _bounded(_of(engine), message, timeout_s))
 
@@ -55,7 +55,7 @@ def end_calls(original: Any, engine: Any) -> Any:
 def release_of_engine(original: Any, engine: Any, *args: Any, **kw: Any) -> Any:
     """AROUND ``Engine.release_memory_occupation``: it is one of ``idle()``, before the first
     message as well. SGLang loads plugins in ``Engine.__init__``, too late for a hook on that."""
-    if engine.server_args.quantization == NAME:
+    if is_fp8rl(engine.server_args):
         _of(engine)
     return original(engine, *args, **kw)
 

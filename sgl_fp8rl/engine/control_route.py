@@ -10,7 +10,7 @@ import zmq
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
-from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.compat.settings import is_fp8rl
 from sgl_fp8rl.engine.control import Control
 from sgl_fp8rl.engine.scheduler_rpc import ControlError
 
@@ -23,7 +23,7 @@ def add_route(
     original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kw: Any
 ) -> Any:
     """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes."""
-    if server_args.quantization == NAME:
+    if is_fp8rl(server_args):
         port_args = kw["port_args"] if "port_args" in kw else args[1]
         tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (internal_requests.py)
         serve(server_args, tokenizer_manager, port_args)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sgl_fp8rl.compat.settings import resolved, user_set_decode_sizes
 from sgl_fp8rl.gemm.table import Shape, Table
 
 logger = logging.getLogger(__name__)
@@ -23,15 +24,15 @@ def leave_out_slow_sizes(server_args: Any, counts: Mapping[Shape, int], table: T
     """Shorten SGLang's list of decode batch sizes.
 
     It stays where the user set it, with --disable-cuda-graph-padding, or if the table lacks a
-    shape.
+    shape. The runner of decode graphs reads it when it is made, after weights are loaded.
 
     Args:
+        server_args: those that this process has published.
         counts: how many GEMMs of each shape a step runs.
     """
-    decode = server_args.cuda_graph_config.decode
-    # where SGLang notes what a flag or --cuda-graph-config has set
-    set_by_user = ("decode", "bs") in vars(server_args).get("_cuda_graph_config_locked", ())
-    if not decode.bs or set_by_user or server_args.disable_cuda_graph_padding:
+    settings = resolved(server_args)
+    decode = settings.cuda_graph_config.decode
+    if user_set_decode_sizes(server_args) or settings.disable_cuda_graph_padding:
         return
 
     def gemms_us(size: int) -> float:

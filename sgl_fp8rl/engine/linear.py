@@ -130,7 +130,7 @@ def keep_storage(post_process: Any, layer: Any, name: str) -> None:
     if _storage_of(layer) != before:
         raise RuntimeError(
             f"the FP8 backend chosen for {name} repacks weights, which in-place updates cannot "
-            f"follow; choose another with --fp8-gemm-backend or --moe-runner-backend"
+            f"follow; start with --fp8-gemm-backend triton --moe-runner-backend triton"
         )
 
 

@@ -9,14 +9,15 @@ import logging
 import multiprocessing
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from server_args import Fp8RLServerArgs, parse
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
+from sgl_fp8rl.compat.settings import is_fp8rl, resolved
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.arguments import check_server_args
 from sgl_fp8rl.kv_cache import backends
@@ -24,6 +25,10 @@ from sgl_fp8rl.options import current_options, export_flags, export_keywords, re
 from sgl_fp8rl.protocol.kv_schema import E4M3
 
 logger = logging.getLogger(__name__)
+
+BLACKWELL = 10
+"""The major number of its compute capability in data centres."""
+GEMM_BACKENDS = ("fp8_gemm_runner_backend", "moe_runner_backend")
 
 
 def register() -> None:
@@ -81,7 +86,8 @@ def _register() -> None:
     compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
 
     around: dict[str, hooks.Hook] = {
-        "parse_server_args": parse_cli_args,
+        "add_cli_args": add_flags,
+        "from_cli_args": from_flags,
         "verify_quantization": loader.verify_model,
         "get_model_architecture": loader.keep_mixtral,
         "get_model_loader": loader.choose_loader,
@@ -126,55 +132,57 @@ def _register() -> None:
         hooks.register(target, guards.refuse_stock_update(output))
 
 
-def parse_cli_args(original: Any, argv: list[str]) -> Any:
-    """AROUND ``prepare_server_args``: our flags become variables that child processes inherit."""
+def add_flags(original: Any, parser: ArgumentParser) -> None:
+    """AROUND ``ServerArgs.add_cli_args``: our flags are among SGLang's, also in a YAML file."""
+    original(parser)
+    Fp8RLServerArgs.add_arguments(parser)
+
+
+def from_flags(original: Any, cls: Any, given: Namespace) -> Any:
+    """AROUND ``ServerArgs.from_cli_args``: our flags become variables that child processes inherit.
+
+    Args:
+        given: what SGLang's parser found on the command line and in a YAML file.
+    """
+    if getattr(given, "quantization", None) != NAME:
+        return original(cls, given)
     try:
-        options, rest = parse(argv)
-        given = _given(rest)
-        for name, value in _for_8_bit_kv(given, options.kv_cache).items():
-            rest += [f"--{name.replace('_', '-')}", str(value)]
+        options = Fp8RLServerArgs.from_namespace(given)
+        given = Namespace(**vars(given) | before_resolution(vars(given), options))
     except ValueError as error:
         sys.exit(f"sgl-fp8rl: {error}")
-    if given["quantization"] == NAME and given["load_format"] == "dummy":
-        rest.append("--skip-server-warmup")  # quarantined: its warm-up request would fail
-    server_args = original(rest)
-    if server_args.quantization == NAME:
-        export_flags(options)
-        try:
-            check_server_args(server_args, options)
-        except ValueError as error:
-            sys.exit(f"sgl-fp8rl: {error}")
+    export_flags(options)
+    server_args = original(cls, given)
+    resolved(server_args)  # what SGLang finds wrong, it says itself
+    try:
+        check_server_args(server_args, options)
+    except ValueError as error:
+        sys.exit(f"sgl-fp8rl: {error}")
     return server_args
 
 
-_LOOKED_AT = ("quantization", "load_format", "kv_cache_dtype", *backends.ARGUMENTS)
-"""SGLang's arguments that we read before it does."""
+def before_resolution(given: Mapping[str, Any], options: Fp8RLServerArgs) -> dict[str, Any]:
+    """What SGLang is told besides what the user gave an engine of ours.
 
-
-def _given(argv: list[str]) -> dict[str, Any]:
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in _LOOKED_AT:
-        kind = int if name == "page_size" else str
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
-    return vars(parser.parse_known_args(argv)[0])
-
-
-def _for_8_bit_kv(given: Mapping[str, Any], kv_cache: str | None) -> dict[str, str | int]:
-    """The arguments that an 8-bit KV cache needs in addition to those given.
-
-    Args:
-        kv_cache: the option.
+    These alone are decided before SGLang resolves its arguments, whose defaults would not serve.
+    All else is decided on what it resolved (``compat/settings.py``).
 
     Raises:
         ValueError: the user's choice cannot apply KV scales here.
     """
-    if given.get("quantization") != NAME:
-        return {}
-    asked = given.get("kv_cache_dtype")
-    if not backends.check_dtype(backends.dtype_of(kv_cache, asked)):
-        return {}
-    chosen = backends.choose(given, backends.capability(), kv_cache or E4M3)
-    return chosen if asked == backends.FP8_KV else {"kv_cache_dtype": backends.FP8_KV, **chosen}
+    told: dict[str, Any] = {}
+    if given.get("load_format") == "dummy":
+        told["skip_server_warmup"] = True  # quarantined: its warm-up request would fail
+    capability = backends.capability()
+    kv_cache_dtype = backends.dtype_of(options.kv_cache, given.get("kv_cache_dtype"))
+    if backends.check_dtype(kv_cache_dtype):
+        told["kv_cache_dtype"] = kv_cache_dtype
+        told |= backends.choose(given, capability, options.kv_cache or E4M3)
+    if capability is not None and capability[0] == BLACKWELL:
+        # DeepGEMM would requantize weights there, to scales that are powers of two
+        unset = [name for name in GEMM_BACKENDS if given.get(name) in (None, "auto")]
+        told |= dict.fromkeys(unset, "triton")
+    return told
 
 
 def parse_engine_kwargs(**keywords: Any) -> Any:
@@ -189,9 +197,10 @@ def parse_engine_kwargs(**keywords: Any) -> Any:
     if unknown:
         raise ValueError(f"Engine got {NAME}_{min(unknown)}, which is not an option of sgl-fp8rl")
     current = export_keywords(options)
-    more = _for_8_bit_kv(keywords, current.kv_cache)
-    server_args = compat.ServerArgs(**{**keywords, **more})
-    if server_args.quantization == NAME:
+    if keywords.get("quantization") == NAME:
+        keywords |= before_resolution(keywords, current)
+    server_args = compat.ServerArgs(**keywords)
+    if is_fp8rl(server_args):
         check_server_args(server_args, current)
     return server_args
 
@@ -199,14 +208,21 @@ def parse_engine_kwargs(**keywords: Any) -> Any:
 def check_scheduler_args(
     original: Any, scheduler: Any, server_args: Any, *args: Any, **keywords: Any
 ) -> None:
-    """AROUND ``Scheduler.__init__``: check arguments that a framework made without our parsers.
+    """AROUND ``Scheduler.__init__``: check what SGLang resolved, whoever made its arguments, and
+    the model once its graphs are captured.
 
     Raises:
-        ValueError: as ``check_server_args``; SGLang logs it and ends the engine.
+        ValueError: as ``check_server_args`` and ``guards.check_copies``; SGLang logs it and ends
+            the engine.
     """
-    if server_args.quantization == NAME:
-        check_server_args(server_args, current_options())
+    if not is_fp8rl(server_args):
+        original(scheduler, server_args, *args, **keywords)
+        return
+    from sgl_fp8rl.engine import guards
+
+    check_server_args(server_args, current_options())
     original(scheduler, server_args, *args, **keywords)
+    guards.check_copies(scheduler)
 
 
 def _leave_torchrun() -> None:

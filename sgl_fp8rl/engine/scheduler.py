@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.engine import code_sums, export, routed_experts, update_steps
 from sgl_fp8rl.engine.attached import scheduler_weights, status_of
 from sgl_fp8rl.engine.memory_release import is_idle
@@ -141,10 +142,11 @@ def _export(request: ControlRequest) -> Reply:
     if not all(gather_results(scheduler.is_fully_idle, "a look", request.group)):
         return {"error": "requests are running; export when they have ended", "busy": True}
     written = export.write(request.weights, request.message.get("folder"), request.group)
-    path = scheduler.server_args.model_path
+    settings = resolved(scheduler.server_args)
+    path = settings.model_path
     # of a folder the whole path: who asks may be in another one
     path = str(Path(path).resolve()) if Path(path).is_dir() else path
-    model = {"model": path, "revision": scheduler.server_args.revision}
+    model = {"model": path, "revision": settings.revision}
     return {**written, **model, **status_of(request.weights)}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sgl_fp8rl import compat
 from sgl_fp8rl.engine.attached import status_of
 from sgl_fp8rl.engine.embedding_cache import forget_embeddings
 from sgl_fp8rl.engine.guards import refusal
@@ -60,7 +61,7 @@ def run(
         fingerprint = _prepare(weights, policy, message, group)
     except ManifestError as error:
         return {"error": str(error)}
-    rank_socket, ranks = _listen(scheduler, weights.knows(fingerprint), message, group)
+    rank_socket, ranks = _listen(scheduler, weights, fingerprint, message)
     if rank_socket is None:
         errors = [rank.error for rank in ranks if rank.error is not None]
         if not all(rank.knows for rank in ranks):
@@ -191,28 +192,25 @@ class _Ready:
 
 
 def _listen(
-    scheduler: Any, knows: bool, message: dict[str, Any], group: dist.ProcessGroup
+    scheduler: Any, weights: EngineWeights, fingerprint: str, message: dict[str, Any]
 ) -> tuple[RankSocket | None, list[_Ready]]:
-    """Open this rank's socket if every rank can begin, and say what each of them can.
-
-    Args:
-        knows: whether this rank has the manifest.
-    """
-    in_flight = message.get("in_flight")
+    """Open this rank's socket if every rank can begin, and say what each of them can."""
+    group, in_flight = scheduler.tp_group.cpu_group, message.get("in_flight")
     # what retracts is idle when it must be: nothing is disturbed before all is ready to begin
     idle = in_flight == RETRACT or (
-        # on all ranks or none, so it does not depend on ``knows``
+        # on all ranks or none, so it does not depend on what this one has
         scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
     )
-    rank_socket, failure = None, None
-    if idle:
+    # a copy of weights may be made after the start
+    rank_socket, failure = None, compat.derived_weight_error(weights.model)
+    if failure is None and idle:
         try:
             rank_socket = RankSocket(dist.get_rank(group))
         except OSError as error:
             failure = (
                 f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
             )
-    elif (
+    elif failure is None and (
         # as the main process has it: a user's continue_generation may still be on its way to here
         message.get("paused") is True
         and scheduler._engine_paused
@@ -220,7 +218,7 @@ def _listen(
     ):
         failure = PAUSED
     path = str(rank_socket.path) if rank_socket is not None else ""
-    ranks = gather(_Ready(knows, failure, bool(idle), path), group)
+    ranks = gather(_Ready(weights.knows(fingerprint), failure, bool(idle), path), group)
     begins = all(rank.knows and rank.idle and rank.error is None for rank in ranks)
     if rank_socket is not None and not begins:
         rank_socket.close()

@@ -123,12 +123,22 @@ def choose(
     page_size = given.get("page_size")
     if decode == TRTLLM_MHA and page_size is None:
         settings["page_size"] = PAGE_SIZE
-    elif decode == TRTLLM_MHA and page_size not in PAGE_SIZES:
+    else:
+        check_pages(decode, page_size)
+    return settings
+
+
+def check_pages(decode: str, page_size: int | None) -> None:
+    """Check that a backend decodes pages of this size.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if decode == TRTLLM_MHA and page_size not in PAGE_SIZES:
         raise ValueError(
             f"--page-size {page_size} is not supported by {TRTLLM_MHA}; drop it or use one of "
             f"{', '.join(map(str, PAGE_SIZES))}"
         )
-    return settings
 
 
 def check(
@@ -193,36 +203,36 @@ def check_dtype(kv_cache_dtype: str | None) -> bool:
     return False
 
 
-def check_resolved(server_args: Any, kv_format: str = E4M3) -> None:
-    """Check SGLang's final arguments; 0.5.23 resolves them later.
+def check_resolved(settings: Any, kv_format: str = E4M3) -> None:
+    """Check SGLang's arguments as it resolved them (``compat.settings``).
 
     Raises:
-        ValueError: a backend cannot apply scales, a graph would hide the prefill that measures
-            them, the cache is split over ranks, or decode is to be deterministic and is not.
+        ValueError: a backend cannot apply scales or has no such pages, a graph would hide the
+            prefill that measures them, the cache is split over ranks, or decode is to be
+            deterministic and is not.
     """
-    both = server_args.attention_backend
-    prefill = server_args.prefill_attention_backend or both
-    decode = server_args.decode_attention_backend or both
+    both = settings.attention_backend
+    prefill = settings.prefill_attention_backend or both
+    decode = settings.decode_attention_backend or both
     check(prefill, decode, capability(), kv_format)
-    is_asked = server_args.enable_deterministic_inference or server_args.rl_on_policy_target
+    check_pages(decode, settings.page_size)
+    is_asked = settings.enable_deterministic_inference or settings.rl_on_policy_target
     if is_asked and decode == TRTLLM_MHA:  # SGLang looks at attention_backend alone
         raise ValueError(
             f"{TRTLLM_MHA} decodes an FP8 KV cache with sums that depend on the batch where many "
             f"sequences share a prefix; add --decode-attention-backend flashinfer"
         )
-    graphs = getattr(server_args.cuda_graph_config, "prefill", None)
-    asked = (server_args.cuda_graph_backend_prefill, getattr(graphs, "backend", None))
     # breakable and piecewise graphs run attention between their pieces; a full graph replays it
-    if "full" in asked:
+    if settings.cuda_graph_config.prefill.backend == "full":
         raise ValueError(
             "--cuda-graph-backend-prefill full hides the prefills on which KV scales are measured; "
             "use breakable"
         )
     for field in ("dcp_size", "attn_cp_size"):
-        if getattr(server_args, field, 1) not in (None, 1):
+        if getattr(settings, field, 1) not in (None, 1):
             raise ValueError(
                 f"an FP8 KV cache cannot be split by --{field.replace('_', '-')} "
-                f"{getattr(server_args, field)} yet; start it without"
+                f"{getattr(settings, field)} yet; start it without"
             )
 
 

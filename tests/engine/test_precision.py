@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from server_args import parse
 from sgl_fp8rl import cli
 from sgl_fp8rl.formats import CHOICES
 from sgl_fp8rl.sensitivity import command, fake_quant
@@ -17,6 +16,7 @@ from tests.engine import models
 from tests.engine.harness import EngineProcess
 from tests.engine.hf_oracle import mean_difference
 from tests.engine.test_families import score
+from tests.server_args.flags import parse
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +36,7 @@ def test_the_list_is_what_the_engine_leaves_in_bf16(fmt: str, tmp_path: Path) ->
     ignored = found["ignored_layers"]
     assert ignored and len(ignored) < len(found["layers"])
 
-    options, _ = parse(shlex.split(found["flag"]), {})
+    options = parse(shlex.split(found["flag"]), {})
     assert options.format == fmt
     keywords: dict[str, Any] = {
         "fp8rl_ignored_layers": options.ignored_layers,

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from sgl_fp8rl.formats.weight_format import WeightFormat
+    from tests.sgl_fp8rl.resolving import Start
 
 Publish = Callable[..., None]
 
@@ -25,6 +27,15 @@ def publish() -> Iterator[Publish]:
 
         published()
         yield published
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator["Start"]:
+    """SGLang's arguments as it resolves them, on a GPU of any compute capability."""
+    from tests.sgl_fp8rl import resolving
+
+    with resolving.start(tmp_path) as made:
+        yield made
 
 
 @pytest.fixture

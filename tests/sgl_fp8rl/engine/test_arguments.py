@@ -13,6 +13,7 @@ import torch
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import arguments, plugin
+from tests.sgl_fp8rl.resolving import Start
 
 MODEL = {"model_path": "dummy", "quantization": "fp8rl"}
 """SGLang resolves no argument of a model of that name."""
@@ -39,6 +40,8 @@ ONE_VERSION = {
     "torchao_config",
 }
 """Fields that one of the tested versions lacks."""
+FOLDED = "enable_dp_attention"
+"""A flag that 0.5.23 resolves into ``attn_dp_size``."""
 
 CONCERNED = (
     "weight|offload|kv|cache|disagg|encoder|language|expert|elastic|eplb|linker|lora|quant|parallel"
@@ -116,15 +119,17 @@ def test_no_refused_argument_is_called_harmless() -> None:
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_a_layout_that_updates_cannot_reach_is_refused(field: str) -> None:
-    """By the flag's name, which must be one of SGLang's; stock engines are undisturbed."""
+    """By the flag's name, which must be one of SGLang's; stock engines are undisturbed. Which of
+    these SGLang itself takes depends on the others, so that it does not resolve them here."""
     value = other_value(field)
     with pytest.raises(ValueError, match=re.escape(f" {value} yet: ")) as refusal:
         arguments.refuse_layout(SimpleNamespace(**{field: value}))
     if not hasattr(compat.ServerArgs(**MODEL), field):
         assert field in ONE_VERSION
         return
-    with pytest.raises(ValueError, match=re.escape(str(refusal.value))):
-        plugin.parse_engine_kwargs(**MODEL, **{field: value})
+    if field != FOLDED:
+        with pytest.raises(ValueError, match=re.escape(str(refusal.value))):
+            plugin.parse_engine_kwargs(**MODEL, **{field: value})
     parser = ArgumentParser()
     compat.ServerArgs.add_cli_args(parser)
     (flag,) = {word for word in str(refusal.value).split() if word.startswith("--")}
@@ -133,9 +138,18 @@ def test_a_layout_that_updates_cannot_reach_is_refused(field: str) -> None:
     assert getattr(stock, field) == value
 
 
+@pytest.mark.parametrize("field", [FOLDED, "attn_dp_size"])
+def test_dp_attention_is_refused_by_either_flag(start: Start, field: str) -> None:
+    if not hasattr(start.made(), field):
+        return
+    value = {FOLDED: True, "dp_size": 2} if field == FOLDED else {field: 2}
+    with pytest.raises(ValueError, match=r"cannot update .* --(attn-)?dp-size 2"):
+        plugin.parse_engine_kwargs(**MODEL | {"model_path": start.model}, tp_size=2, **value)
+
+
 def test_no_default_is_refused() -> None:
     arguments.refuse_layout(compat.ServerArgs(**MODEL))
-    arguments.refuse_layout(SimpleNamespace())  # a version that has none of them
+    arguments.refuse_layout(SimpleNamespace())  # no version has all of them
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
 """What the plugin does to a process before an engine starts."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
+from torch import nn
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import plugin
+from sgl_fp8rl.engine import attached, plugin
 from sgl_fp8rl.options import current_options
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from tests.sgl_fp8rl.engine import copies
+from tests.sgl_fp8rl.resolving import Start
 
 MODEL = {"model_path": "dummy", "quantization": "fp8rl"}
 """SGLang resolves no argument of a model of that name."""
@@ -37,6 +43,24 @@ def test_arguments_of_a_framework_are_checked_in_the_scheduler() -> None:
     with pytest.raises(ValueError, match="fp8_e5m2"):
         plugin.check_scheduler_args(original, "scheduler", cache)
     assert len(started) == 1
+
+
+def test_a_model_that_updates_would_not_reach_does_not_start(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What keeps copies of its weights may be made as graphs are captured."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    attached.attach(model, EngineWeights(model, torch.bfloat16))
+    runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    scheduler = SimpleNamespace(tp_worker=runner)
+    server_args = start.published(start.made())
+    plugin.check_scheduler_args(lambda *_: None, scheduler, server_args)
+
+    def captures(*_: Any) -> None:
+        copies.keep_copies(model, monkeypatch)
+
+    with pytest.raises(ValueError, match=f"cannot update this engine: {copies.WORDS}"):
+        plugin.check_scheduler_args(captures, scheduler, server_args)
 
 
 def test_an_unknown_keyword_is_named() -> None:

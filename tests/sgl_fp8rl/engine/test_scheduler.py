@@ -25,6 +25,7 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from tests.sgl_fp8rl.engine import copies
 from tests.sgl_fp8rl.weight_update import toy
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.host_memory import HostBucket
@@ -357,6 +358,18 @@ def test_a_rank_without_a_socket_is_told(
     answer = engine.answer(whole(manifest_of(toy.checkpoint())))
     assert "no space" in answer["error"] and "TMPDIR" in answer["error"]
     assert [weights.session for weights in engine.ranks] == [None, None]
+
+
+@pytest.mark.parametrize("rank", range(TP))
+def test_what_copies_would_not_see_does_not_begin(
+    engine: Engine, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rank has them; the last good version is served."""
+    copies.keep_copies(engine.ranks[rank].model, monkeypatch)
+    message = whole(manifest_of(toy.checkpoint()))
+    assert copies.WORDS in engine.answer(message)["error"]
+    assert [weights.session for weights in engine.ranks] == [None, None]
+    assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
 
 
 # -- requests in flight

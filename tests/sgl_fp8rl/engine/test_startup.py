@@ -1,13 +1,15 @@
 """What each FP8 linear is given at start, and who is left with SGLang's own kernels."""
 
 import functools
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
-from sglang.srt.layers.quantization.fp8_utils import Fp8GemmRunnerBackend
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.quantization import fp8_utils
 from torch import nn
 
 from server_args import Fp8RLServerArgs
@@ -21,10 +23,8 @@ from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Entry, Table
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops.reference import quantize_weight
-from tests.sgl_fp8rl.conftest import Publish
 from tests.sgl_fp8rl.gemm import fakes
-
-pytestmark = pytest.mark.usefixtures("publish")
+from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Capability, Start
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0"})
 BIG, SMALL = (512, 256), (256, 128)
@@ -34,28 +34,38 @@ SPLIT = [Entry(64, "deep_gemm_split_n", {"splits": 2}, 8.0, 12.0)]
 
 
 class Rank:
-    """One rank of an engine on a Hopper GPU, with two layers of one shape and one of another."""
+    """One rank of an engine, with two layers of one shape and one of another.
 
-    def __init__(self, patch: pytest.MonkeyPatch, rank: int = 0, world_size: int = 1) -> None:
-        self.patch = patch
+    Its arguments are SGLang's, as it resolves and publishes them.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        patch: pytest.MonkeyPatch,
+        rank: int = 0,
+        world_size: int = 1,
+        on: Capability = HOPPER,
+        **fields: Any,
+    ) -> None:
+        start.on(on)
+        self.server_args = start.published(start.made(**fields))
+        patch.setattr(fp8_utils, "FP8_GEMM_RUNNER_BACKEND", None)
+        initialize = fp8_utils.initialize_fp8_gemm_config
+        takes_record = inspect.signature(initialize).parameters
+        initialize(self.server_args) if takes_record else initialize()
         self.found: list[Any] = []
         self.broadcast: list[Any] = []
         self.group = SimpleNamespace(
             rank_in_group=rank, world_size=world_size, ranks=[0, 1], cpu_group="gloo"
         )
         self.layers = [self._layer(*shape) for shape in (BIG, SMALL, BIG)]
-        self.decode = SimpleNamespace(bs=[16, 32, 256, 512])
-        self.server_args = SimpleNamespace(
-            cuda_graph_config=SimpleNamespace(decode=self.decode),
-            disable_cuda_graph_padding=False,
-        )
         self.runner = SimpleNamespace(
             server_args=self.server_args,
             gpu_id=0,
             model=nn.Module(),
-            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            model_config=ModelConfig.from_server_args(self.server_args),
         )
-        properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
         weights: Any = SimpleNamespace(options=Fp8RLServerArgs(tune_cache="the user's folder"))
         attach(self.runner.model, weights)
         self.sizes: list[int] | None = None
@@ -64,19 +74,10 @@ class Rank:
             patch.setattr(compat.deep_gemm_warmup, name, value)
         patch.setattr(startup, "gemm_layers", lambda _model: iter(self.layers))
         patch.setattr(compat, "get_tp_group", lambda: self.group, raising=False)
-        patch.setattr(compat, "cuda_graph_fully_disabled", lambda: False, raising=False)
-        self.set_backend("auto")
-        patch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-        patch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         patch.setattr(torch.distributed, "broadcast_object_list", self._broadcast)
         patch.setattr(quick_tune, "find", self._find)
         self.compiled: list[Any] = []
         patch.setattr(startup, "compile_choices", self.compiled.append)
-        patch.setattr(startup.cpu_platform, "is_active", lambda: False)  # a GPU's start
-
-    def set_backend(self, name: str) -> None:
-        backend = Fp8GemmRunnerBackend(name)
-        self.patch.setattr(compat, "get_fp8_gemm_runner_backend", lambda: backend, raising=False)
 
     def _layer(self, n: int, k: int) -> nn.Module:
         layer = nn.Linear(k, n, bias=False, device="meta")
@@ -103,8 +104,10 @@ class Rank:
         return [m.choices and m.choices.bounds for m in methods]
 
 
-def test_each_layer_gets_the_choices_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch)
+def test_each_layer_gets_the_choices_of_its_shape(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(start, monkeypatch)
     assert rank.start() == [(64,), (), (64,)]
     assert rank.found == [([SMALL, BIG], "NVIDIA H200", 132, "the user's folder", True)]
     assert rank.broadcast == []
@@ -113,9 +116,9 @@ def test_each_layer_gets_the_choices_of_its_shape(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("sizes", [[16, 32, 64], None])
 def test_sglangs_pass_runs_our_sizes_where_there_are_any(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int] | None
+    start: Start, monkeypatch: pytest.MonkeyPatch, sizes: list[int] | None
 ) -> None:
-    rank = Rank(monkeypatch)
+    rank = Rank(start, monkeypatch)
     rank.sizes = sizes
     rank.start()
     assert (sizes or STOCK_SIZES) == compat.deep_gemm_warmup._BUILTIN_M_LIST
@@ -151,74 +154,74 @@ def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_ranks_take_the_table_of_the_first(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    rank = Rank(monkeypatch, number, world_size=2)
+def test_ranks_take_the_table_of_the_first(
+    start: Start, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    rank = Rank(start, monkeypatch, number, world_size=2)
     assert rank.start() == [(64,), (), (64,)]
     assert len(rank.found) == 1 - number
     assert rank.broadcast == [[{BIG: SPLIT}] if number == 0 else [None]]
 
 
-def test_batches_that_are_faster_padded_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch)
+def test_batches_that_are_faster_padded_have_no_graph(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(start, monkeypatch, cuda_graph_max_bs_decode=512)
     slow_at_256 = [Entry(m, STOCK, {}, us, us) for m, us in ((256, 9.0), (512, 8.0))]
     monkeypatch.setattr(
         quick_tune, "find", lambda *_, **__: dict.fromkeys((BIG, SMALL), slow_at_256)
     )
+    before = compat.get_exec().graph.cuda_graph_config.decode.bs
     rank.start()
-    assert rank.decode.bs == [16, 32, 512]
+    assert compat.get_exec().graph.cuda_graph_config.decode.bs == [
+        size for size in before if size <= 128 or size > 256
+    ]
 
 
-def test_engines_without_cuda_graphs_do_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch)
-    monkeypatch.setattr(compat, "cuda_graph_fully_disabled", lambda: True, raising=False)
+def test_engines_without_cuda_graphs_do_not_measure(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends = dict.fromkeys(
+        ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"), "disabled"
+    )
+    rank = Rank(start, monkeypatch, **backends)
     rank.start()
     assert rank.found[0][-1] is False
 
 
-def chosen_by_user(rank: Rank) -> None:
-    rank.set_backend("flashinfer_deepgemm")
-
-
-def on_blackwell(rank: Rank) -> None:
-    rank.patch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
-
-
-def in_fp16(rank: Rank) -> None:
-    rank.runner.model_config.dtype = torch.float16
-
-
-def unchanged(rank: Rank) -> None: ...
-
-
 @pytest.mark.parametrize(
-    ("change", "arguments", "word"),
+    ("on", "fields", "word"),
     [
-        (chosen_by_user, {}, "--fp8-gemm-backend flashinfer_deepgemm"),
-        (on_blackwell, {}, "Hopper"),
-        (in_fp16, {}, "float16"),
-        (unchanged, {"enable_deterministic_inference": True}, "deterministic"),
-        (unchanged, {"rl_on_policy_target": "fsdp"}, "deterministic"),
+        (
+            HOPPER,
+            {"fp8_gemm_runner_backend": "flashinfer_deepgemm"},
+            "--fp8-gemm-backend flashinfer_deepgemm",
+        ),
+        (BLACKWELL, {}, "Hopper"),
+        (ADA, {}, "Hopper"),
+        (HOPPER, {"dtype": "float16"}, "float16"),
+        (HOPPER, {"enable_deterministic_inference": True}, "deterministic"),
+        (HOPPER, {"rl_on_policy_target": "fsdp"}, "deterministic"),
     ],
 )
 def test_sglangs_own_kernels_stay(
-    change: Any,
-    arguments: dict[str, Any],
+    on: Capability,
+    fields: dict[str, Any],
     word: str,
-    publish: Publish,
+    start: Start,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rank = Rank(monkeypatch)
-    publish(**arguments)
-    change(rank)
+    rank = Rank(start, monkeypatch, on=on, **fields)
     assert rank.start() == [None] * 3
     assert rank.found == []
     assert word in rank.runner.model.fp8rl_kernels
 
 
-def test_a_model_without_fp8_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch)
+def test_a_model_without_fp8_is_not_spoken_of(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(start, monkeypatch)
     rank.layers.clear()
-    chosen_by_user(rank)
     assert rank.start() == []
     assert not hasattr(rank.runner.model, "fp8rl_kernels")
 

@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
-from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.compat import attention_backends
+from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.doctor import device
-from sgl_fp8rl.engine import arguments, hooks, kv_attention, plugin
+from sgl_fp8rl.engine import arguments, plugin, hooks, kv_attention
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.backends import FA3, TRTLLM_MHA, Capability, choose
-
-HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
+from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Start
 
 
 @pytest.mark.parametrize(
@@ -130,39 +129,7 @@ def test_formats() -> None:
     assert not any(map(backends.check_dtype, (None, "auto", "bf16", "bfloat16")))
 
 
-@pytest.mark.parametrize("flag", ["enable_deterministic_inference", "rl_on_policy_target"])
-@pytest.mark.parametrize(("decode", "is_refused"), [(TRTLLM_MHA, True), ("flashinfer", False)])
-def test_a_decode_that_depends_on_the_batch_is_not_deterministic(
-    flag: str, decode: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang's own check looks at ``attention_backend`` alone."""
-    monkeypatch.setattr(backends, "capability", lambda: HOPPER)
-    asked: dict[str, Any] = dict.fromkeys(("enable_deterministic_inference", "rl_on_policy_target"))
-    arguments = SimpleNamespace(
-        attention_backend="fa3",
-        prefill_attention_backend=None,
-        decode_attention_backend=decode,
-        cuda_graph_config=None,
-        cuda_graph_backend_prefill=None,
-        **asked | {flag: True},
-    )
-    if is_refused:
-        with pytest.raises(ValueError, match="--decode-attention-backend flashinfer"):
-            backends.check_resolved(arguments)
-    else:
-        backends.check_resolved(arguments)
-    for name in asked:
-        setattr(arguments, name, None)
-    backends.check_resolved(arguments)
-
-
-# -- through the arguments of SGLang
-
-
-def resolved(**changes: Any) -> Any:
-    """SGLang's own arguments on a CPU; it resolves none of a model of that name."""
-    given = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native", **changes}
-    return compat.ServerArgs(model_path="dummy", **given)
+# -- what was chosen, elsewhere; with the arguments of SGLang: engine/test_settings.py
 
 
 @pytest.fixture(autouse=True)
@@ -170,34 +137,6 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "capability", lambda: None)
     for option in ("FP8RL_KV_SCHEME", "FP8RL_KV_SCALES"):
         monkeypatch.delenv(option, raising=False)
-
-
-@pytest.mark.parametrize(
-    ("argv", "added"),
-    [
-        (
-            ["--quantization", "fp8rl", "--kv-cache-dtype=fp8_e4m3"],
-            ["--attention-backend", "torch_native"],
-        ),
-        (["--quantization=fp8rl"], []),
-        (["--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3"], []),
-    ],
-)
-def test_flags(argv: list[str], added: list[str]) -> None:
-    passed: list[str] = []
-
-    def prepare(rest: list[str]) -> Any:
-        passed.extend(rest)
-        return resolved()
-
-    plugin.parse_cli_args(prepare, argv)
-    assert passed == argv + added
-
-
-def test_a_flag_that_cannot_scale_ends_the_server_with_a_sentence() -> None:
-    argv = ["--quantization", "fp8rl", "--kv-cache-dtype", "fp8_e4m3", "--attention-backend", "fa3"]
-    with pytest.raises(SystemExit, match=r"fa3.*torch_native"):
-        plugin.parse_cli_args(lambda _: resolved(), argv)
 
 
 @pytest.mark.parametrize(
@@ -212,52 +151,27 @@ def test_the_doctor_tells(
     assert f"decode {decode}: {backends.BACKENDS[decode].reason}" in check.message
 
 
-def test_on_hopper_flags_choose_our_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "capability", lambda: HOPPER)
-    given = {"quantization": "fp8rl", "kv_cache_dtype": "fp8_e4m3"}
-    for kv_cache in (None, "e4m3"):
-        chosen = plugin._for_8_bit_kv(given, kv_cache)
-        assert chosen["decode_attention_backend"] == TRTLLM_MHA
-
-
 def test_our_flag_asks_sglang_for_one_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"quantization": "fp8rl", "kv_cache_dtype": None}
-    assert plugin._for_8_bit_kv(given, None) == {}
+    given = {"kv_cache_dtype": None}
+    assert plugin.before_resolution(given, Fp8RLServerArgs()) == {}
     for kv_cache in ("int8", "e4m3"):
-        chosen = plugin._for_8_bit_kv(given, kv_cache)
-        assert chosen == {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}
+        told = plugin.before_resolution(given, Fp8RLServerArgs(kv_cache=kv_cache))
+        assert told == {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}
+    int8 = Fp8RLServerArgs(kv_cache="int8")
     with pytest.raises(ValueError, match=r"--kv-cache-dtype bf16 .* --fp8rl-kv-cache int8"):
-        plugin._for_8_bit_kv({**given, "kv_cache_dtype": "bf16"}, "int8")
+        plugin.before_resolution({"kv_cache_dtype": "bf16"}, int8)
     monkeypatch.setattr(backends, "capability", lambda: HOPPER)
     with pytest.raises(ValueError, match=r"int8 .*--fp8rl-kv-cache e4m3"):
-        plugin._for_8_bit_kv(given, "int8")
+        plugin.before_resolution(given, int8)
+    told = plugin.before_resolution(given, Fp8RLServerArgs(kv_cache="e4m3"))
+    assert told["decode_attention_backend"] == TRTLLM_MHA
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attention_backend": "triton"}, "triton.*torch_native"),
-        ({"decode_attention_backend": "fa3"}, "fa3.*torch_native"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2.*--kv-cache-dtype fp8_e4m3"),
-        ({"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full.*breakable"),
-        (
-            {"cuda_graph_config": CudaGraphConfig(prefill=PhaseConfig(backend="full"))},
-            "--cuda-graph-backend-prefill full.*breakable",
-        ),
-        ({"dcp_size": 2}, "--dcp-size 2"),
-        ({"attn_cp_size": 2}, "--attn-cp-size 2"),
-    ],
-)
-def test_what_sglang_was_told_elsewhere_is_held_too(changes: dict[str, Any], message: str) -> None:
-    options = Fp8RLServerArgs()
-    arguments.refuse_kv_cache(resolved(), options)
-    with pytest.raises(ValueError, match=message):
-        arguments.refuse_kv_cache(resolved(**changes), options)
-
-
-def test_a_file_of_scales_is_looked_for_before_anything_starts() -> None:
+def test_a_file_of_scales_is_looked_for_before_anything_starts(start: Start) -> None:
+    settings = resolved(start.made(kv_cache_dtype="fp8_e4m3"))
+    arguments.refuse_kv_cache(settings, Fp8RLServerArgs())
     with pytest.raises(ValueError, match=r"/absent\.json"):
-        arguments.refuse_kv_cache(resolved(), Fp8RLServerArgs(kv_scales="/absent.json"))
+        arguments.refuse_kv_cache(settings, Fp8RLServerArgs(kv_scales="/absent.json"))
 
 
 # -- in the process that serves

@@ -1,0 +1,36 @@
+"""SGLang's settings as SGLang resolved them: no other module reads its ``ServerArgs``.
+
+SGLang 0.5.17 resolves a record as it makes it. 0.5.23 keeps what the user gave and puts beside it
+what resolution decided, once: in its launcher, or here where that has not run yet. A process that
+runs a model publishes the same values (``compat.get_exec`` and the like).
+
+What SGLang must be told before it resolves is in ``engine/plugin.py``, ``before_resolution``.
+"""
+
+from typing import Any
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.constants import NAME
+
+
+def resolved(server_args: Any) -> Any:
+    """A record's settings, as attributes; those of SGLang 0.5.23 are resolved now, if not before.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``. It is not written, but its ``cuda_graph_config`` is
+            the object that the CUDA graph runners of this process read.
+    """
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+    return compat.resolved_view(server_args)
+
+
+def is_fp8rl(server_args: Any) -> bool:
+    """Whether a record is of an engine of ours, resolved or not: the quantization is the user's."""
+    return bool(server_args.quantization == NAME)
+
+
+def user_set_decode_sizes(server_args: Any) -> bool:
+    """Whether a flag, a keyword or ``cuda_graph_config`` named the batch sizes of decode graphs."""
+    # where SGLang notes what somebody has set
+    return ("decode", "bs") in vars(server_args).get("_cuda_graph_config_locked", ())
