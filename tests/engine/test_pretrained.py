@@ -152,8 +152,10 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 def test_fp8_reads_well_and_costs_little(
     engine: EngineProcess, folder: Path, tokenizer: Any, model: Any, window: list[int]
 ) -> None:
+    # where answers begin otherwise is a near tie, which the rounding of an FP8 cache decides
     question = measured.chat(tokenizer, "What is the capital of France?")
-    greedy = {"temperature": 0.0, "max_new_tokens": 12}
+    question += tokenizer("The capital of France is", add_special_tokens=False).input_ids
+    greedy = {"temperature": 0.0, "max_new_tokens": 4}
     (reply,) = engine.generate({"input_ids": question, "sampling_params": greedy})
     assert "Paris" in tokenizer.decode(reply["output_ids"])
     formats = [layer["format"] for layer in engine.control({"op": "layers"})["layers"]]
