@@ -31,7 +31,7 @@ TOGETHER = (
     ("kv_cache",),
     ("gemms",),
     ("expert_tiles", "experts"),
-    ("kv_triton", "qk_rope"),
+    ("kv_triton", "qk_rope", "kv_int8_triton", "kv_pages_triton"),
     (
         "flashinfer_plans",
         "kv_attention",

@@ -13,7 +13,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.compat import attention_backends
 from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.doctor import device
-from sgl_fp8rl.engine import arguments, plugin, hooks, kv_attention
+from sgl_fp8rl.engine import arguments, hooks, kv_attention, plugin
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.backends import FA3, TRTLLM_MHA, Capability, choose
