@@ -49,8 +49,8 @@ ATTRIBUTES: dict[str, str] = {
         "cuda_graph_config "
         "decode_attention_backend device "
         "disable_cuda_graph disable_cuda_graph_padding enable_deterministic_inference "
-        "enable_fused_moe_sum_all_reduce enable_symm_mem grammar_backend kv_cache_dtype "
-        "max_running_requests "
+        "enable_fused_moe_sum_all_reduce enable_hierarchical_cache enable_symm_mem "
+        "grammar_backend kv_cache_dtype max_running_requests "
         "model_path prefill_attention_backend quantization revision rl_on_policy_target "
         "sampling_backend"
     ),

@@ -6,6 +6,7 @@ _RESULTS = (
 )
 # The plugin's.
 HOOK_TARGETS = {
+    "prepare_server_args": "sglang.srt.server_args.prepare_server_args",
     "add_cli_args": "sglang.srt.server_args.ServerArgs.add_cli_args",
     "from_cli_args": "sglang.srt.server_args.ServerArgs.from_cli_args",
     "verify_quantization": "sglang.srt.configs.model_config.ModelConfig._verify_quantization",

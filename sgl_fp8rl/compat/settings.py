@@ -1,4 +1,5 @@
-"""SGLang's settings as SGLang resolved them: no other module reads its ``ServerArgs``.
+"""SGLang's settings as SGLang resolved them: no other module reads its ``ServerArgs``, but the CPU
+platform, which SGLang asks for defaults.
 
 SGLang 0.5.17 resolves a record as it makes it. 0.5.23 keeps what the user gave and puts beside it
 what resolution decided, once: in its launcher, or here where that has not run yet. A process that

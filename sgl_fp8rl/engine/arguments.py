@@ -121,10 +121,29 @@ def refuse_kv_cache(settings: Any, options: Fp8RLServerArgs) -> None:
             )
         return
     backends.check_resolved(settings, kv_format)
-    if options.kv_scales is not None:
-        if kv_format == INT8:
-            raise ValueError("--fp8rl-kv-scales are of layers, and --fp8rl-kv-cache int8 has none")
+    if kv_format == INT8:
+        refuse_for_int8(settings, options)
+    elif options.kv_scales is not None:
         read_file(options.kv_scales)
+
+
+def refuse_for_int8(settings: Any, options: Fp8RLServerArgs) -> None:
+    """Refuse what has no meaning for an INT8 KV cache, or would part codes and their scales.
+
+    Raises:
+        ValueError: the arguments are refused.
+    """
+    for name in ("kv_scales", "kv_scheme"):
+        if getattr(options, name) != getattr(Fp8RLServerArgs(), name):
+            raise ValueError(
+                f"--fp8rl-{name.replace('_', '-')} is of scales of layers, which "
+                f"--fp8rl-kv-cache int8 has none of; drop one"
+            )
+    if settings.enable_hierarchical_cache:
+        raise ValueError(
+            "--enable-hierarchical-cache moves codes of the KV cache and not the scales of "
+            "--fp8rl-kv-cache int8; drop one"
+        )
 
 
 def refuse_second_key(settings: Any, key: str | None) -> None:

@@ -20,6 +20,8 @@ from sgl_fp8rl.kv_cache.scales import ScaledLayer
 from sgl_fp8rl.ops.paged_decode import Codes, Pages, attend
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
+REFERENCE_ROWS = 128
+"""Tokens whose scores the reference keeps at once."""
 Hook = Callable[..., Any]
 """Called with SGLang's own function first, then with its arguments."""
 
@@ -149,18 +151,21 @@ def _folded(call: Call, k: Any, v: Any) -> torch.Tensor:
 
 
 def _by_reference(call: Call) -> torch.Tensor:
-    """Sequence by sequence, over what the cache holds: torch_native has pages of one token."""
+    """Some tokens of a sequence at a time, over what the cache holds: torch_native has pages of one
+    token, and the reference keeps the scores of all."""
     mine, layer, batch = call.mine, call.layer, call.forward_batch
-    codes, window, lengths_B = mine.codes(call.caches), _window(layer), batch.seq_lens
+    codes, window = mine.codes(call.caches), _window(layer)
     q_NQD = mine.query(call.q.reshape(-1, layer.tp_q_head_num, layer.head_dim))
     table_BT = call.backend.req_to_token_pool.req_to_token[batch.req_pool_indices]
     is_extend = batch.forward_mode.is_extend()
-    counts_B = batch.extend_seq_lens if is_extend else torch.ones_like(lengths_B)
+    counts_B = batch.extend_seq_lens if is_extend else torch.ones_like(batch.seq_lens)
     out = []
-    for row, q in enumerate(q_NQD.split(counts_B.tolist())):
-        one = slice(row, row + 1)
-        pages = Pages(table_BT[one], 1, lengths_B[one])
-        out.append(attend(q, codes, pages, layer.scaling, window))
+    for row, q_nQD in enumerate(q_NQD.split(counts_B.tolist())):
+        length = int(batch.seq_lens[row]) - len(q_nQD)
+        for part in q_nQD.split(REFERENCE_ROWS):
+            length += len(part)
+            pages = Pages(table_BT[row : row + 1], 1, batch.seq_lens.new_tensor([length]))
+            out.append(attend(part, codes, pages, layer.scaling, window))
     return torch.cat(out).to(call.q.dtype).view(-1, layer.tp_q_head_num * layer.head_dim)
 
 

@@ -20,8 +20,7 @@ from sgl_fp8rl.options import current_options
 def attach_kv_scales(
     model: nn.Module, model_config: Any, options: Fp8RLServerArgs
 ) -> QuantizedKV | None:
-    """Give a model with an 8-bit KV cache its scales, those of layers all 1, or return None where
-    it has none.
+    """Give a model with an 8-bit KV cache its scales, or return None where it has none.
 
     Raises:
         ValueError: MLA, or an attention layer that does more than our hooks know.

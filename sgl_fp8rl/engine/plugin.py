@@ -86,6 +86,7 @@ def _register() -> None:
     compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
 
     around: dict[str, hooks.Hook] = {
+        "prepare_server_args": without_key,
         "add_cli_args": add_flags,
         "from_cli_args": from_flags,
         "verify_quantization": loader.verify_model,
@@ -130,6 +131,15 @@ def _register() -> None:
         hooks.register(compat.HOOK_TARGETS[name], hook)
     for target, output in compat.stock_updates().items():
         hooks.register(target, guards.refuse_stock_update(output))
+
+
+def without_key(original: Any, argv: list[str]) -> Any:
+    """AROUND ``prepare_server_args``: keep our key out of the command that 0.5.23 tells all."""
+    server_args = original(argv)
+    key = current_options().key if is_fp8rl(server_args) else None
+    if key is not None and (command := vars(server_args).get("_launch_command")):
+        vars(server_args)["_launch_command"] = command.replace(key, "<redacted>")
+    return server_args
 
 
 def add_flags(original: Any, parser: ArgumentParser) -> None:

@@ -192,7 +192,7 @@ def _status(request: ControlRequest) -> Reply:
     what an FP8 KV cache clipped."""
     weights = request.weights
     clipped = None
-    if weights.kv is not None and not weights.released:
+    if isinstance(weights.kv, KVScales) and not weights.released:
         read = partial(kv_stats.clipped_share, weights.kv)
         clipped = max(gather_results(read, "what the KV cache clipped", request.group))
     experts = routed_experts.layout(weights.model)

@@ -16,7 +16,7 @@ from sgl_fp8rl.kv_cache.scales import KVScales
 logger = logging.getLogger(__name__)
 
 SCALES = {
-    "engine": "measured on the first prompts of each version",
+    "engine": "kept while they suit the first prompts of a version",
     "trainer": "sent with each update",
     "unit": "1",
 }

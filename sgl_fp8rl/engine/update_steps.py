@@ -202,7 +202,7 @@ def _listen(
         scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
     )
     # a copy of weights may be made after the start
-    rank_socket, failure = None, compat.derived_weight_error(weights.model)
+    rank_socket, failure = None, compat.derived_weight_error(weights.model) if idle else None
     if failure is None and idle:
         try:
             rank_socket = RankSocket(dist.get_rank(group))

@@ -21,7 +21,7 @@ from sgl_fp8rl.protocol.kv_schema import E4M3, KV_SCALE_ROWS, LARGEST_KV_SCALE, 
 
 START_V = 0.25
 """V's scale before the first measurement, where scales are measured; others are 1. A measurement
-keeps it where V's largest magnitude is 0.055 to 28, as most models have it, also if the first
+keeps it where V's largest magnitude is 0.11 to 28, as most models have it, also if the first
 prompt's is a fiftieth of that (``engine/kv_calibrate.py``)."""
 
 

@@ -156,7 +156,7 @@ def test_grammars_by_sglangs_own_kit(server: Server, kit: type) -> None:
 def test_what_a_start_says(engine: EngineProcess, server: Server) -> None:
     """One line of ours, and none of SGLang's that is untrue."""
     for log, kv in (
-        (engine.log, "its scales measured on the first"),
+        (engine.log, "its scales kept while they suit"),
         (server.log, "not quantized"),
     ):
         lines = log.read_text(errors="replace").splitlines()

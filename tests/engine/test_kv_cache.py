@@ -192,7 +192,8 @@ def history(qk_norm: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def test_the_layout_tells_what_scales_are_needed(history: dict[str, Any]) -> None:
-    assert history["layout"]["kv_cache"] == {"layers": LAYERS, "kv_heads": KV_HEADS}
+    layout = {"format": "e4m3", "layers": LAYERS, "kv_heads": KV_HEADS}
+    assert history["layout"]["kv_cache"] == layout
 
 
 def test_the_first_prefill_sets_the_scales(history: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ def test_a_shared_expert_that_sglang_fuses(tmp_path: Path) -> None:
 def test_an_fp8_kv_cache_is_refused(tmp_path: Path) -> None:
     checkpoint, log = models.make_checkpoint("deepseek_v2", tmp_path / "first"), tmp_path / "log"
     with (
-        pytest.raises(RuntimeError, match="cannot scale the FP8 KV cache of MLA"),
+        pytest.raises(RuntimeError, match="cannot quantize the KV cache of MLA"),
         EngineProcess(log, checkpoint, kv_cache_dtype="fp8_e4m3"),
     ):
         pass

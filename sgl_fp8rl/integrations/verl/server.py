@@ -17,6 +17,7 @@ from sgl_fp8rl.engine.plugin import parse_engine_kwargs
 from sgl_fp8rl.engine.scheduler_rpc import ControlError
 from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over
 from sgl_fp8rl.kv_cache.backends import check_dtype
+from sgl_fp8rl.options import current_options
 from trainer_bridge.engine_client import EngineError
 
 VERSIONS = "policy_versions"
@@ -137,7 +138,8 @@ def _our_arguments(backend: str | None) -> Iterator[None]:
         def __new__(cls, **given: Any) -> Any:
             # a trainer's update restores what a release lost: a copy in host memory is waste
             given["enable_weights_cpu_backup"] = False
-            if given.get("fp8rl_kv_cache") or check_dtype(given.get("kv_cache_dtype")):
+            kv_cache = given.get("fp8rl_kv_cache", current_options().kv_cache)
+            if kv_cache is not None or check_dtype(given.get("kv_cache_dtype")):
                 given["attention_backend"] = backend  # that of an 8-bit KV cache is selected
             return parse_engine_kwargs(**given)
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.server_args import prepare_server_args
 
 import sgl_fp8rl
 from sgl_fp8rl import compat
 from sgl_fp8rl.compat.settings import resolved
+from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import arguments, graph_sizes, plugin
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.backends import TRTLLM_MHA
@@ -69,6 +71,20 @@ def test_a_command_line_becomes_settings(
     start.on(device)
     settings = resolved(start.published(start.flags(*argv)))
     assert attributes(settings, expected) == expected
+
+
+def test_the_command_that_sglang_tells_has_no_key(start: Start, tmp_path: Path) -> None:
+    """``/server_info`` of SGLang 0.5.23 asks for no key."""
+    file = tmp_path / "arguments.yaml"
+    file.write_text("fp8rl-key: s3cret'x\n")
+    given = (["--fp8rl-key", "s3cret'x"], ["--fp8rl-ke=s3cret'x"], ["--config", str(file)])
+    for flags in given:
+        argv = ["--model-path", start.model, "--quantization", NAME, *flags]
+        record = plugin.without_key(prepare_server_args, argv)
+        assert current_options().key == "s3cret'x"
+        told = str(vars(record).get("_launch_command", f"--model-path {start.model}"))
+        assert "s3cret" not in told
+        assert f"--model-path {start.model}" in told
 
 
 @pytest.mark.parametrize(("device", "argv", "expected"), TOLD)

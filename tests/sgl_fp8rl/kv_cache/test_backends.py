@@ -1,6 +1,7 @@
 """Which attention backends are chosen on which device, and which are refused."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +150,27 @@ def test_the_doctor_tells(
     (check,) = device.check_kv_cache()
     assert check.status == "ok"
     assert f"decode {decode}: {backends.BACKENDS[decode].reason}" in check.message
+
+
+@pytest.mark.parametrize(
+    ("option", "settings", "message"),
+    [
+        ({"kv_scheme": "trainer"}, {}, "--fp8rl-kv-scheme"),
+        ({"kv_scales": "scales.json"}, {}, "--fp8rl-kv-scales"),
+        ({}, {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({}, {"kv_cache_dtype": "bf16"}, "--kv-cache-dtype fp8_e4m3"),
+    ],
+)
+def test_what_int8_cannot_have_is_refused(
+    start: Start, option: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    options = Fp8RLServerArgs(kv_cache="int8")
+    sound = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}
+    arguments.refuse_kv_cache(resolved(start.made(**sound)), options)
+    with pytest.raises(ValueError, match=message):
+        arguments.refuse_kv_cache(
+            resolved(start.made(**sound | settings)), replace(options, **option)
+        )
 
 
 def test_our_flag_asks_sglang_for_one_byte(monkeypatch: pytest.MonkeyPatch) -> None:

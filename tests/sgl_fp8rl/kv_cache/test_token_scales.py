@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
-from sgl_fp8rl.engine import kv_setup
+from sgl_fp8rl.engine import kv_attention, kv_setup
 from sgl_fp8rl.engine.kv_attention import folded_decode, folded_extend
 from sgl_fp8rl.engine.kv_setup import attach
 from sgl_fp8rl.kv_cache.quantized import Heads
@@ -86,7 +86,11 @@ def off(out: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((out.double() - wanted).norm() / wanted.norm())
 
 
-def test_prefill_over_a_prefix_and_decode_attend_to_what_is_stored() -> None:
+@pytest.mark.parametrize("rows", [3, 128])
+def test_prefill_over_a_prefix_and_decode_attend_to_what_is_stored(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_attention, "REFERENCE_ROWS", rows)
     world = World()
     ends = tuple(n - 1 for n in LENGTHS)
     world.run(folded_extend, (0, 0), SEEN)
