@@ -22,6 +22,8 @@ from trainer_bridge import connections
 
 # A pytest that is ended from outside still ends the servers that it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
+# A shell has what it runs in the background ignore it, and with that all that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Derandomized: a run that fails fails again. No database: tests leave no files behind.
 settings.register_profile("fp8rl", deadline=None, derandomize=True, database=None, max_examples=50)

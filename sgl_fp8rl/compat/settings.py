@@ -18,8 +18,8 @@ def resolved(server_args: Any) -> Any:
     """A record's settings, as attributes; those of SGLang 0.5.23 are resolved now, if not before.
 
     Args:
-        server_args: SGLang's ``ServerArgs``. It is not written, but its ``cuda_graph_config`` is
-            the object that the CUDA graph runners of this process read.
+        server_args: SGLang's ``ServerArgs``. Its ``cuda_graph_config`` is the object that the CUDA
+            graph runners of this process read.
     """
     if hasattr(server_args, "resolve_once"):
         server_args.resolve_once()
@@ -35,3 +35,10 @@ def user_set_decode_sizes(server_args: Any) -> bool:
     """Whether a flag, a keyword or ``cuda_graph_config`` named the batch sizes of decode graphs."""
     # where SGLang notes what somebody has set
     return ("decode", "bs") in vars(server_args).get("_cuda_graph_config_locked", ())
+
+
+def redact_command(server_args: Any, secret: str) -> None:
+    """Take a secret out of the command of which SGLang 0.5.23 tells everyone who asks."""
+    known = vars(server_args)
+    if command := known.get("_launch_command"):
+        known["_launch_command"] = command.replace(secret, "<redacted>")

@@ -215,13 +215,16 @@ def paged_decode(call: Call) -> torch.Tensor:
     call.store()
     codes = mine.codes(call.caches)
     q = call.q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
-    if not call.kwargs.get("fp8rl_q_is_ready"):
+    dtype = call.q.dtype
+    if call.kwargs.get("fp8rl_q_is_ready"):
+        dtype = torch.bfloat16  # of the model, where q may be FP16
+    else:
         q = mine.query(q)
     lengths_B = backend.forward_metadata.cache_seqlens_int32
     table_BP = backend._get_layer_page_table(layer, call.forward_batch)
     pages = Pages(table_BP, backend.page_size, lengths_B)
     out = _paged_attention(q, codes, pages, layer.scaling, _window(layer), mine)
-    return out.to(call.q.dtype).view(-1, layer.tp_q_head_num * layer.head_dim)
+    return out.to(dtype).view(-1, layer.tp_q_head_num * layer.head_dim)
 
 
 def _paged_attention(

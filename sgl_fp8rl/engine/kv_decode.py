@@ -78,7 +78,7 @@ def fused_forward(
         Cache(**vars(codes), stats_C=mine.statistics),
     )
     out = layer(q, None, None, forward_batch, save_kv_cache=False, fp8rl_q_is_ready=True)
-    output, _ = attention.o_proj(out.to(hidden_states.dtype))  # q over INT8 is FP16
+    output, _ = attention.o_proj(out)
     return output  # type: ignore[no-any-return]
 
 

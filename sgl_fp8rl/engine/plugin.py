@@ -17,7 +17,7 @@ from typing import Any
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
-from sgl_fp8rl.compat.settings import is_fp8rl, resolved
+from sgl_fp8rl.compat.settings import is_fp8rl, redact_command, resolved
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.arguments import check_server_args
 from sgl_fp8rl.kv_cache import backends
@@ -136,9 +136,8 @@ def _register() -> None:
 def without_key(original: Any, argv: list[str]) -> Any:
     """AROUND ``prepare_server_args``: keep our key out of the command that 0.5.23 tells all."""
     server_args = original(argv)
-    key = current_options().key if is_fp8rl(server_args) else None
-    if key is not None and (command := vars(server_args).get("_launch_command")):
-        vars(server_args)["_launch_command"] = command.replace(key, "<redacted>")
+    if is_fp8rl(server_args) and (key := current_options().key):
+        redact_command(server_args, key)
     return server_args
 
 

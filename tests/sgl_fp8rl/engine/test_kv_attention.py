@@ -126,7 +126,7 @@ def test_nothing_is_stored_where_there_is_nothing_to_store(
 
 
 def test_changed_scales_are_read_from_the_same_buffers() -> None:
-    scales, (layer,) = fakes.scaled()
+    scales, (layer,) = fakes.scaled(scheme="unit")
     backend = Backend()
     unit = prefill(backend, layer)[1].clone()
     scales.write(torch.full((1, 3, HEADS), 2.0**-9))  # everything is clipped
@@ -137,7 +137,7 @@ def test_changed_scales_are_read_from_the_same_buffers() -> None:
 
 
 def test_unit_scales_change_no_bit_of_q_and_out() -> None:
-    _, (layer,) = fakes.scaled()
+    _, (layer,) = fakes.scaled(scheme="unit")
     backend = Backend()
     q, out = prefill(backend, layer)
     alone = backend.forward(q.contiguous(), None, None, layer, batch(TOKENS))

@@ -28,7 +28,7 @@ def test_a_loader_hands_the_options_on(load_format: str, monkeypatch: pytest.Mon
     made = loader.choose_loader(None, LoadConfig(load_format=load_format), config)
     model: Any = nn.Linear(2, 2)
     given: list[Any] = []
-    monkeypatch.setattr(loader, "attach_kv_scales", lambda model, config, s: given.append(s))
+    monkeypatch.setattr(loader, "attach_kv_scales", lambda *told: given.append(told[2].kv_scheme))
     monkeypatch.setattr(loader, "load_kv_scales", lambda scales, path: given.append(path))
     if load_format == "dummy":
         base = loader.FP8RLDummyLoader.__base__
