@@ -99,11 +99,14 @@ NOT_ON_NEWEST = (
     f"{COMMAND}[launch_server]",
     *("-k", " and ".join(f"not {layout}" for layout in LAYOUTS_OF_OLDEST)),
 )
-OF_SETTINGS = tuple(
-    f"tests/sgl_fp8rl/engine/test_{name}.py"
-    for name in ("arguments", "graph_sizes", "plugin", "settings", "startup")
+OF_SETTINGS = (
+    *(
+        f"tests/sgl_fp8rl/engine/test_{name}.py"
+        for name in ("arguments", "graph_sizes", "plugin", "settings", "startup")
+    ),
+    "tests/sgl_fp8rl/test_compat.py",
 )
-"""Fast tests of what SGLang resolves, which differs between versions most."""
+"""Fast tests of what SGLang resolves, and of what we name of it: these differ between versions."""
 VERL = (
     "--verbose",
     "tests/trainer_bridge/test_correction_verl.py",

@@ -67,7 +67,7 @@ ATTRIBUTES: dict[str, str] = {
     f"{_MANAGERS}.io_struct.RpcReqOutput": "message success",
     f"{_MANAGERS}.io_struct.TokenizedEmbeddingReqInput": "input_ids mm_inputs rid time_stats",
     f"{_MANAGERS}.io_struct.TokenizedGenerateReqInput": (
-        "extra_key input_embeds input_ids mm_data_mooncake mm_inputs rid time_stats"
+        "extra_key input_embeds input_ids mm_inputs rid time_stats"
     ),
     # scheduler
     f"{_MANAGERS}.scheduler.Scheduler": (
