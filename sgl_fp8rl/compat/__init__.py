@@ -181,7 +181,8 @@ def _names_in(owner: Any) -> set[str]:
     known, functions = set(dir(owner)), [owner]
     for base in getattr(owner, "__mro__", ()):
         known |= vars(base).keys() | inspect.get_annotations(base).keys()
-        functions += vars(base).values()
+        # those of properties, too
+        functions += [getattr(found, "fget", found) for found in vars(base).values()]
     for function in filter(inspect.isfunction, functions):
         code = inspect.unwrap(function).__code__
         known |= {*code.co_names, *filter(lambda const: isinstance(const, str), code.co_consts)}

@@ -192,6 +192,7 @@ ATTRIBUTES: dict[str, str] = {
 Most comes to be as SGLang runs, so ``check_attributes`` looks at its code."""
 
 NEWER_ATTRIBUTES: dict[str, str] = {
+    "sglang.srt.server_args.ServerArgs": "_launch_command",
     f"{_MANAGERS}.scheduler.Scheduler": "record_weight_version_change",
     f"{_LAYERS}.activation.SiluAndMul": "_resolve_forward_method",
     f"{_LAYERS}.layernorm.RMSNorm": "_resolve_forward_method",

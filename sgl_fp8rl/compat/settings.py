@@ -37,8 +37,6 @@ def user_set_decode_sizes(server_args: Any) -> bool:
     return ("decode", "bs") in vars(server_args).get("_cuda_graph_config_locked", ())
 
 
-def redact_command(server_args: Any, secret: str) -> None:
-    """Take a secret out of the command of which SGLang 0.5.23 tells everyone who asks."""
-    known = vars(server_args)
-    if command := known.get("_launch_command"):
-        known["_launch_command"] = command.replace(secret, "<redacted>")
+def launch_command(server_args: Any) -> str:
+    """The command of which SGLang 0.5.23 tells everyone who asks; empty where there is none."""
+    return vars(server_args).get("_launch_command") or ""

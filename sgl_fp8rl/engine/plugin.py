@@ -17,7 +17,7 @@ from typing import Any
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
-from sgl_fp8rl.compat.settings import is_fp8rl, redact_command, resolved
+from sgl_fp8rl.compat.settings import is_fp8rl, launch_command, resolved
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.arguments import check_server_args
 from sgl_fp8rl.kv_cache import backends
@@ -135,10 +135,10 @@ def _register() -> None:
 
 def without_key(original: Any, argv: list[str]) -> Any:
     """AROUND ``prepare_server_args``: keep our key out of the command that 0.5.23 tells all."""
-    server_args = original(argv)
-    if is_fp8rl(server_args) and (key := current_options().key):
-        redact_command(server_args, key)
-    return server_args
+    record = original(argv)
+    if is_fp8rl(record) and (key := current_options().key) and key in launch_command(record):
+        record._launch_command = launch_command(record).replace(key, "<redacted>")
+    return record
 
 
 def add_flags(original: Any, parser: ArgumentParser) -> None:
