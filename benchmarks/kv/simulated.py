@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from sgl_fp8rl.ops.kv_int8 import rotate, token_codes
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
 
 BITS = 13
@@ -22,7 +23,6 @@ ROWS = 8
 """Queries at a time, so that a step's products stay in a core's cache."""
 BLOCK = 256
 """Queries at a time, where products are summed in FP32."""
-INT8_MAX = 127
 MARGIN = 2.0
 LEAST = 2.0**-100
 SINKS = 4
@@ -58,10 +58,9 @@ def by_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def int8(x: torch.Tensor) -> torch.Tensor:
-    """INT8 with a scale for each token and head, rounded up to 4 significant bits."""
-    fraction, exponent = torch.frexp(x.abs().amax(-1, keepdim=True) / INT8_MAX)
-    scale = torch.ldexp((fraction * 16).ceil() / 16, exponent).clamp(2.0**-20, 2.0**9)
-    return (x / scale).round().clamp(-INT8_MAX, INT8_MAX) * scale
+    """INT8 with a scale for each token and head, as the engine's cache has it."""
+    codes, scale_HT = token_codes(x, rotated=False)
+    return codes * scale_HT[..., None]
 
 
 def offset(code: Codes) -> Codes:
@@ -75,28 +74,13 @@ def offset(code: Codes) -> Codes:
 
 
 def rotated(code: Codes) -> Codes:
-    """The same of values times a Hadamard matrix."""
-
-    def coded(x: torch.Tensor) -> torch.Tensor:
-        turn_DD = hadamard(x.shape[-1]).to(x.device)
-        return code(x @ turn_DD) @ turn_DD
-
-    return coded
+    """The same of values times a Hadamard matrix, which is its own inverse."""
+    return lambda x: rotate(code(rotate(x)))
 
 
 def fp16(x: torch.Tensor) -> torch.Tensor:
     """Rounded to FP16."""
     return x.half().float()
-
-
-def hadamard(dim: int) -> torch.Tensor:
-    """Symmetric and orthogonal: Walsh-Hadamard blocks of the largest power of two up to 256."""
-    block = min(dim & -dim, 256)
-    made = torch.ones(1, 1)
-    while len(made) < block:
-        made = torch.cat((torch.cat((made, made), 1), torch.cat((made, -made), 1)))
-    whole: torch.Tensor = torch.block_diag(*[made * block**-0.5] * (dim // block))
-    return whole
 
 
 # ---- attention on FP8 tensor cores ---------------------------------------------------------------
