@@ -140,7 +140,7 @@ def check_store(
 
 
 def check_scales(k_scale_H: torch.Tensor, v_scale_H: torch.Tensor, heads: int) -> None:
-    """Raise ValueError if these are no scales of E4M3 for so many KV heads."""
+    """Raise ValueError unless these are E4M3 scales, one for each KV head."""
     for name, scale_H in (("K", k_scale_H), ("V", v_scale_H)):
         if scale_H.dtype != torch.float32 or scale_H.shape != (heads,):
             raise ValueError(
