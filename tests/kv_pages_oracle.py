@@ -12,7 +12,7 @@ from sgl_fp8rl.ops.paged_decode import Codes
 from tests import oracle
 
 Tensor = torch.Tensor
-Copy = Callable[[Codes, Tensor, int, Tensor, Tensor, Tensor | None], None]
+Copy = Callable[[Codes, Tensor, int, Tensor, Tensor], None]
 FORMATS = ["int8", "e4m3"]
 SHAPES = [(5, 8, 2, 64, 64), (4, 16, 3, 96, 96), (9, 1, 2, 192, 128), (3, 16, 1, 256, 256)]
 """Pages that are wanted, tokens of a page, KV heads, head dims of K and of V."""
@@ -28,7 +28,6 @@ class Case:
     codes: Codes
     pages_P: Tensor
     size: int
-    count: Tensor | None
     dtype: torch.dtype = torch.float16
 
     def on(self, device: str) -> "Case":
@@ -39,8 +38,7 @@ class Case:
             wide = x_SHD.new_zeros(*x_SHD.shape[:2], x_SHD.shape[2] + 16)
             wide[..., :-16] = x_SHD
             moved[name] = wide[..., :-16].view(moved[name].dtype)
-        count = None if self.count is None else self.count.to(device)
-        return replace(self, codes=Codes(**moved), pages_P=self.pages_P.to(device), count=count)
+        return replace(self, codes=Codes(**moved), pages_P=self.pages_P.to(device))
 
     def run(self, copy: Copy) -> tuple[Tensor, Tensor]:
         """The workspaces of K and V."""
@@ -49,12 +47,12 @@ class Case:
             torch.full((tokens, *x_SHD.shape[1:]), UNTOUCHED, dtype=self.dtype, device=x_SHD.device)
             for x_SHD in (self.codes.k_SHD, self.codes.v_SHD)
         )
-        copy(self.codes, self.pages_P, self.size, k_WHD, v_WHD, self.count)
+        copy(self.codes, self.pages_P, self.size, k_WHD, v_WHD)
         return k_WHD, v_WHD
 
 
-def draw(shape: tuple[int, ...], kind: str, count: int | None = None, seed: int = 0) -> Case:
-    """Any codes, E4M3's NaN among them; powers of two as scales of E4M3, a NaN among INT8's."""
+def draw(shape: tuple[int, ...], kind: str, seed: int = 0) -> Case:
+    """Any codes, E4M3's NaN among them; powers of two as scales of E4M3, NaN among INT8's."""
     pages, size, heads, k_dim, v_dim = shape
     random = torch.Generator().manual_seed(seed)
     slots = (pages + SPARE) * size
@@ -65,7 +63,7 @@ def draw(shape: tuple[int, ...], kind: str, count: int | None = None, seed: int 
     if kind == "int8":
         eighths = torch.randint(8, 16, (2, slots, heads), generator=random)
         scales = eighths / 8 * torch.exp2(torch.randint(-20, 9, eighths.shape, generator=random))
-        scales[1, 3, 0] = torch.nan
+        scales[0, 2, 0] = scales[1, 3, 0] = torch.nan
         bits = scales.view(torch.int32)
         packed = (bits[0] >> 16 & 0xFFFF) | (bits[1] & -65536)
         codes = Codes(k, v, token_scales_HS=packed.t().contiguous())
@@ -74,7 +72,7 @@ def draw(shape: tuple[int, ...], kind: str, count: int | None = None, seed: int 
         scale_2H = torch.exp2(torch.randint(-6, 6, (2, heads), generator=random).float())
         codes = Codes(*fp8, scale_2H[0], scale_2H[1])
     order = torch.randperm(pages + SPARE, generator=random)[:pages].int()
-    return Case(codes, order, size, None if count is None else torch.tensor([count]).int())
+    return Case(codes, order, size)
 
 
 def want(made: Case, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -87,8 +85,6 @@ def want(made: Case, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
             dtype=torch.float64,
         )
         for p, page in enumerate(made.pages_P.tolist()):
-            if made.count is not None and p >= int(made.count):
-                break
             for t in range(made.size):
                 for h in range(x_SHD.shape[1]):
                     code_D, slot = x_SHD[page * made.size + t, h], page * made.size + t
@@ -101,9 +97,12 @@ def _value(codes: Codes, code_D: Tensor, side: int, slot: int, head: int) -> Ten
     if codes.token_scales_HS is None:
         scale_H = (codes.k_scale_H, codes.v_scale_H)[side]
         assert scale_H is not None
-        return torch.from_numpy(oracle.decode(code_D.view(torch.uint8).numpy())) * scale_H[head]
-    raw = codes.token_scales_HS[head].view(torch.bfloat16)[2 * slot + side]
-    return code_D.double() * raw.double()
+        value_D = torch.from_numpy(oracle.decode(code_D.view(torch.uint8).numpy())) * scale_H[head]
+        return value_D.masked_fill(value_D.isnan(), 0) if side else value_D
+    k_scale, v_scale = codes.token_scales_HS[head].view(torch.bfloat16)[2 * slot :][:2].double()
+    if side == 0:
+        return code_D.double() * (torch.nan if v_scale.isnan() else k_scale)
+    return code_D.double() * (0 if v_scale.isnan() else v_scale)
 
 
 def assert_same(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:

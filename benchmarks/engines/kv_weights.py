@@ -15,7 +15,7 @@ from benchmarks.kv.attention_inputs import (
     OUTLIER_GAIN,
 )
 
-K_BEYOND, Q_BEYOND = "K beyond 448", "Q beyond 448"
+K_BEYOND = "K beyond 448"
 PLANTED = ("no outliers", K_BEYOND)
 """Sets of weights; the second has K channels that leave E4M3's range."""
 SEED = 11
@@ -57,10 +57,9 @@ def module(shape: models.Shape, device: str, planted: str) -> nn.Module:
             side = name.split("_norm")[0][-1]
             parameter.normal_(0.0, GAIN_SPREAD).exp_()
             parameter[list(OUTLIER_CHANNELS[side])] *= OUTLIER_GAIN
-            if planted in (K_BEYOND, Q_BEYOND):
-                far = planted[0].lower()
-                gain = BEYOND if side == far else BEYOND_WEIGHT / BEYOND
-                parameter[list(OUTLIER_CHANNELS[far])] = gain
+            if planted == K_BEYOND:
+                gain = BEYOND if side == "k" else BEYOND_WEIGHT / BEYOND
+                parameter[list(OUTLIER_CHANNELS["k"])] = gain
         elif name.endswith("v_proj.weight"):
             octaves_H = torch.linspace(0, V_OCTAVES, shape.kv_heads, device=parameter.device)
             heads = parameter.unflatten(0, (shape.kv_heads, -1))

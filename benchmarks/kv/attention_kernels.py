@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.kv.attention_inputs import DIM, GROUP, HEADS, Inputs
 from sgl_fp8rl.engine import kv_attention
-from sgl_fp8rl.kv_cache.backends import FA3
-from sgl_fp8rl.kv_cache.quantized import Heads
-from sgl_fp8rl.kv_cache.scales import KVScales, ScaledLayer
-from sgl_fp8rl.ops.kv import STATS
+from sgl_fp8rl.kv_cache.quantized import Heads, QuantizedKV
+from sgl_fp8rl.kv_cache.scales import KVScales
+from sgl_fp8rl.kv_cache.token_scales import TokenScales
+from sgl_fp8rl.ops.kv_int8 import rotate
 from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
 
@@ -29,7 +29,9 @@ WORKSPACE_BYTES = 512 << 20
 SEMAPHORE_BYTES = 8 << 20
 """Of XQA, at the start of its workspace."""
 SCHEMES = ("unit", "layer")
-"""Every scale 1; one per layer."""
+"""Of E4M3: every scale 1; one per layer, a power of two, as the engine has them."""
+INT8 = "token"
+"""INT8 codes, whose scales are those of tokens and heads."""
 
 Caches = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[Caches], torch.Tensor]
@@ -37,13 +39,23 @@ Attend = Callable[[Caches], torch.Tensor]
 
 
 def layer_of(scheme: str, inputs: Inputs) -> Any:
-    """An attention layer with the scales that ``scheme`` gives these inputs."""
-    device = inputs.k_SHD.device
-    scales = KVScales(1, Heads(HEADS, 0, HEADS), "unit", device)
-    if scheme != "unit":
-        scales.write((inputs.amax_3H() * MARGIN / FP8_MAX).unsqueeze(0))
+    """An attention layer with the scales that ``scheme`` gives these inputs: the second, which
+    plans only where its batch is new, as all layers but an engine's first do."""
+    device, heads = inputs.k_SHD.device, Heads(HEADS, 0, HEADS)
+    if scheme == INT8:
+        by_token = TokenScales(2, heads, device)
+        by_token.allocate(len(inputs.k_SHD))
+        return _layer(by_token)
+    scales = KVScales(2, heads, "unit", device)
+    if scheme == "layer":
+        scales_3H = (inputs.amax_3H() * MARGIN / FP8_MAX).log2().ceil().exp2()
+        scales.write(scales_3H.expand(2, *scales_3H.shape))
+    return _layer(scales)
+
+
+def _layer(scales: QuantizedKV) -> Any:
     return SimpleNamespace(
-        fp8rl_layer=ScaledLayer(scales, 0),
+        fp8rl_layer=scales.layer(1),
         layer_id=0,
         head_dim=DIM,
         qk_head_dim=DIM,
@@ -59,36 +71,19 @@ def layer_of(scheme: str, inputs: Inputs) -> Any:
 
 def stored(layer: Any, inputs: Inputs) -> Caches:
     """The codes that the engine would keep of these inputs."""
-    if inputs.k_SHD.is_cuda:
-        from sgl_fp8rl.ops.kv_triton import store_kv
-    else:
-        from sgl_fp8rl.ops.kv import store_kv
-    mine = layer.fp8rl_layer
-    k_cache, v_cache = (torch.empty_like(x, dtype=FP8_DTYPE) for x in (inputs.k_SHD, inputs.v_SHD))
+    caches = tuple(torch.empty_like(x, dtype=FP8_DTYPE) for x in (inputs.k_SHD, inputs.v_SHD))
     slots = torch.arange(len(inputs.k_SHD), device=inputs.k_SHD.device)
-    statistics = torch.zeros(STATS, dtype=torch.int64, device=inputs.k_SHD.device)
-    store_kv(
-        inputs.k_SHD,
-        inputs.v_SHD,
-        slots,
-        k_cache,
-        v_cache,
-        mine.k_scale_h,
-        mine.v_scale_h,
-        statistics,
-        read_back=False,
-    )
-    return k_cache, v_cache
+    layer.fp8rl_layer.store(inputs.k_SHD, inputs.v_SHD, slots, caches)
+    return caches[0], caches[1]
 
 
 def meant(inputs: Inputs, layer: Any, caches: Caches) -> Inputs:
     """What the codes stand for."""
-    mine = layer.fp8rl_layer
-    k, v = (
-        cache.float() * scale_H[:, None]
-        for cache, scale_H in zip(caches, (mine.k_scale_h, mine.v_scale_h), strict=True)
-    )
-    return replace(inputs, k_SHD=k, v_SHD=v)
+    slots = torch.arange(len(inputs.k_SHD), device=inputs.k_SHD.device)
+    k_SHD, v_SHD = layer.fp8rl_layer.codes(caches).values(slots)
+    if isinstance(layer.fp8rl_layer.scales, TokenScales):
+        k_SHD = rotate(k_SHD)  # back
+    return replace(inputs, k_SHD=k_SHD, v_SHD=v_SHD)
 
 
 def fa2(inputs: Inputs, cache_dtype: torch.dtype) -> Any:
@@ -154,8 +149,14 @@ def attend_paged(inputs: Inputs, layer: Any) -> Attend:
     q, backend, load = inputs.q_BHGD.flatten(1), page_tables(inputs), inputs.load
     rows = load.batch * load.queries
     if q.is_cuda:
-        layer.fp8rl_layer.scales.workspace = Workspace(
-            rows * load.context, rows, HEADS, GROUP, DIM, q.device
+        layer.fp8rl_layer.scales.decode_workspace = Workspace(
+            rows * load.context,
+            rows,
+            HEADS,
+            GROUP,
+            DIM,
+            q.device,
+            is_int8=isinstance(layer.fp8rl_layer.scales, TokenScales),
         )
 
     def attend(caches: Caches) -> torch.Tensor:
@@ -180,10 +181,9 @@ def attend_xqa(inputs: Inputs, layer: Any, *, fp8_mma: bool = True) -> Attend:
     from flashinfer.xqa import xqa
 
     mine, backend = layer.fp8rl_layer, page_tables(inputs)
-    q = inputs.q_BHGD.flatten(1, 2) * mine.q_factor_h.repeat_interleave(GROUP)[:, None].bfloat16()
+    q = inputs.q_BHGD.flatten(1, 2)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    (k_descale_h,) = mine.factors[FA3]
-    q_scale = (k_descale_h / mine.v_scale_h)[:1]
+    q_scale = (mine.k_scale_h / mine.v_scale_h)[:1]
 
     def attend(caches: Caches) -> torch.Tensor:
         out = torch.empty_like(q)

@@ -1,15 +1,12 @@
-"""Attention of a prompt's last tokens over FP8 KV: error against float64, and time of a chunk.
+"""Attention of prompts' last tokens over an 8-bit KV cache: error and bias, and time of a chunk.
 
-Prefill's kernels, and XQA, which decodes the same tokens one by one. Errors and times are of one
-layer; the job ``logprobs`` has errors of whole engines (``long_prompts``). Shape suffixes as in
-``attention_inputs``.
+Against float64 over the same codes (``code_error``, ``code_bias``), and over the values before they
+were codes (``kv_error``). One layer. Shape suffixes as in ``attention_inputs``.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import groupby
-from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +14,24 @@ import torch
 from benchmarks import measuring
 from benchmarks.benchmark import Benchmark, Job, Measurement, Run
 from benchmarks.kv import attention_kernels as kernels
-from benchmarks.kv import long_prompts
-from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
-from sgl_fp8rl.engine import kv_attention
-from sgl_fp8rl.kv_cache.backends import FA3
+from benchmarks.kv.attention_inputs import DIM, HEADS, Inputs, Load, bias, draw, errors, exact
+from sgl_fp8rl.engine import kv_attention, kv_prefill
+from sgl_fp8rl.ops.paged_prefill import Workspace
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
-TOKENS = 128
+MODEL = "qwen3-8b"
+TOKENS, CHUNK = 128, 16384
 LOADS = tuple(
-    Load(1, context, beyond, queries=TOKENS)
+    Load(1, context, queries=TOKENS, v_mean=v_mean, softmax=softmax)
     for context in (8192, 32768, 131072)
-    for beyond in (False, True)
+    for v_mean, softmax in ((0.3, "peaked"), (1.0, "peaked"), (1.0, "flat"))
 )
-CHUNK = 16384
-TIMED = tuple(Load(1, context, queries=CHUNK) for context in (16384, 32768, 131072))
+TIMED = (
+    Load(16, 1024, queries=1024),
+    *(Load(1, context, queries=CHUNK) for context in (16384, 32768, 131072)),
+    Load(128, 8256, queries=64),
+)
+"""Short prompts, chunks of long ones, and next turns of conversations."""
 CALLS = 4
 DEVICE = "cuda"
 
@@ -45,61 +46,52 @@ class Arm(NamedTuple):
     attend: kernels.Attend
 
 
-def measure(kind: str, run: Run) -> list[Measurement]:
-    """The errors of every arm, then the times; or the logprobs of engines."""
-    if kind == "logprobs":
-        return long_prompts.measurements(run.folder)
-    return [{**found, "model": long_prompts.MODEL} for found in (*_errors(), *_times())]
+def measure(_: Any, run: Run) -> list[Measurement]:
+    """The errors of every arm, then the times."""
+    return [{**found, "model": MODEL} for found in (*_errors(), *_times())]
 
 
 def _errors() -> Iterator[Measurement]:
     for load in LOADS:
         inputs = draw(load, DEVICE)
         wanted = exact(inputs)
-        for layer, arms in groupby(_arms(inputs, with_xqa=True), key=attrgetter("layer")):
-            meant = None
-            for arm in arms:
-                out = arm.attend(arm.caches)
-                values = errors(out, wanted)
-                if not all(map(math.isfinite, values["kv_error"])):
-                    raise RuntimeError(f"{arm.name} gave no numbers at {load.name}")
-                if layer is not None:
-                    if meant is None:
-                        meant = exact(kernels.meant(inputs, layer, arm.caches))
-                    values["code_error"] = errors(out, meant)["kv_error"]
-                yield _measurement(arm, load, values)
-        del inputs, wanted
+        for arm in _arms(inputs):
+            meant = wanted
+            if arm.layer is not None:
+                meant = exact(kernels.meant(inputs, arm.layer, arm.caches))
+            out = arm.attend(arm.caches)
+            values = {
+                "code_error": errors(out, meant)["kv_error"],
+                "code_bias": [bias(out, meant)],
+                "kv_error": errors(out, wanted)["kv_error"],
+            }
+            yield {"arm": arm.name, "case": load.name, "values": values}
+            del meant, out
+        del inputs, wanted, arm
         torch.cuda.empty_cache()
 
 
 def _times() -> Iterator[Measurement]:
     for load in TIMED:
-        for arm in _arms(draw(load, DEVICE), with_xqa=False):
+        for arm in _arms(draw(load, DEVICE)):
             calls = [partial(arm.attend, arm.caches)] * CALLS
-            yield _measurement(arm, load, {"attention_us": measuring.queued_us(calls)})
+            values = {"attention_us": measuring.queued_us(calls)}
+            yield {"arm": arm.name, "case": load.name, "values": values}
+        del arm, calls
+        torch.cuda.empty_cache()
 
 
-def _measurement(arm: Arm, load: Load, values: dict[str, list[float]]) -> Measurement:
-    return {"arm": arm.name, "case": load.name, "values": values}
-
-
-def _arms(inputs: Inputs, with_xqa: bool) -> Iterator[Arm]:
-    """Those of a layer one after the other.
-
-    Args:
-        with_xqa: it attends to one token a sequence, so no chunk is timed with it.
-    """
+def _arms(inputs: Inputs) -> Iterator[Arm]:
     yield Arm("fa3-bf16", None, (inputs.k_SHD, inputs.v_SHD), fa3_bf16(inputs))
-    for scheme in kernels.SCHEMES:
+    makers: dict[str, tuple[str, Callable[[Any], kernels.Attend]]] = {
+        "stock-fa3-fp8": ("unit", lambda _: stock_fa3(inputs)),
+        "ours-e4m3": ("layer", lambda layer: attend_ours(inputs, layer)),
+        "ours-int8": (kernels.INT8, lambda layer: attend_ours(inputs, layer)),
+        "flashinfer-e4m3": ("layer", lambda layer: attend_fa2(inputs, layer)),
+    }
+    for name, (scheme, make) in makers.items():
         layer = kernels.layer_of(scheme, inputs)
-        caches = kernels.stored(layer, inputs)
-        scales = f"{scheme} scales"
-        if scheme == "unit":
-            yield Arm(f"stock-fa3, {scales}", layer, caches, stock_fa3(inputs))
-        yield Arm(f"fa3, {scales}", layer, caches, attend_fa3(inputs, layer))
-        yield Arm(f"fa2, {scales}", layer, caches, attend_fa2(inputs, layer))
-        if with_xqa:
-            yield Arm(f"xqa, {scales}", layer, caches, kernels.attend_xqa(inputs, layer))
+        yield Arm(name, layer, kernels.stored(layer, inputs), make(layer))
 
 
 def fa3(inputs: Inputs) -> Callable[..., torch.Tensor]:
@@ -143,20 +135,27 @@ def stock_fa3(inputs: Inputs) -> kernels.Attend:
     return lambda caches: run(inputs.q_BHGD.to(FP8_DTYPE), caches)
 
 
-def attend_fa3(inputs: Inputs, layer: Any) -> kernels.Attend:
+def attend_ours(inputs: Inputs, layer: Any) -> kernels.Attend:
     """Our hook on SGLang's FA3 prefill."""
-    run, q = fa3(inputs), inputs.q_BHGD.flatten(1)
-    mine = layer.fp8rl_layer
-    shape = inputs.load.batch, len(mine.v_scale_h)
-    (k_descale_h,) = mine.factors[FA3]
-    descales = {"k_descale": k_descale_h, "v_descale": mine.v_scale_h}
+    load, device, q = inputs.load, inputs.k_SHD.device, inputs.q_BHGD.flatten(1)
+    scales = layer.fp8rl_layer.scales
+    scales.prefill_workspace = Workspace(HEADS, DIM, load.context, scales.value_dtype, device)
+    pages = torch.arange(len(inputs.k_SHD) // kernels.PAGE, dtype=torch.int32, device=device)
+    batch = SimpleNamespace(
+        out_cache_loc=pages,
+        seq_lens_cpu=torch.tensor([load.context] * load.batch),
+        extend_seq_lens_cpu=[load.queries] * load.batch,
+    )
 
     def attend(caches: kernels.Caches) -> torch.Tensor:
-        def original(_: Any, q: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-            return run(q, caches, **{name: d.expand(shape) for name, d in descales.items()})
-
-        return kv_attention.fa3_extend(
-            original, None, q, None, None, layer, None, save_kv_cache=False
+        backend = SimpleNamespace(
+            page_size=kernels.PAGE,
+            num_splits=0,
+            forward_metadata=SimpleNamespace(page_table=pages.view(load.batch, -1)),
+            token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda _: caches),
+        )
+        return kv_prefill.fa3_extend(
+            None, backend, q, None, None, layer, batch, save_kv_cache=False
         )
 
     return attend
@@ -203,6 +202,4 @@ def attend_fa2(inputs: Inputs, layer: Any) -> kernels.Attend:
     return attend
 
 
-BENCHMARK = Benchmark(
-    (Job("attention", "attention"), Job("logprobs", "logprobs")), measure, limit_s=300.0
-)
+BENCHMARK = Benchmark((Job("attention", None),), measure, limit_s=300.0)

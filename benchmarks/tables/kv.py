@@ -34,28 +34,34 @@ def speed(results: Results) -> str:
 
 
 def prefill(results: Results) -> str:
-    """Error of the last tokens of a prompt, and time of a chunk, in one layer."""
-    error: dict[str, Form] = {"kv_error": "{median:.3f}"}
-    took: dict[str, Form] = {"attention_us": "{median_ms:.1f} ms"}
+    """Error and bias of a prompt's last tokens, what codes lose, and time of a chunk."""
+    off: dict[str, Form] = {"code_error": "{median:.1%}", "code_bias": "{median:+.1%}"}
+    lost: dict[str, Form] = {"kv_error": "{median:.1%}"}
+    took: dict[str, Form] = {"attention_us": "{median_ms:.2f} ms"}
     rows = [{**row, "median_ms": row["median"] / 1e3} for row in results["rows"]]
-    contexts = {"8k": 8192, "32k": 32768, "128k": 131072}
-    columns = [
-        Column(f"error {name}{head}", error, {"case": f"1x{context}, last 128{head}"})
-        for head in ("", ", K beyond 448")
-        for name, context in contexts.items()
-    ] + [
-        Column(f"time {name}", took, {"case": f"1x{context}, last 16384"})
-        for name, context in {"16k": 16384, "32k": 32768, "128k": 131072}.items()
+    contexts = {"8k": "1x8192", "32k": "1x32768", "128k": "1x131072"}
+    kinds = {"V mean 0.3": "mean 0.3", "V mean 1": "mean 1", "V mean 1, flat": "flat, mean 1"}
+    errors = [
+        Column(f"{name}, {kind}", off, {"case": f"{load}, last 128, {case}"})
+        for name, load in contexts.items()
+        for case, kind in kinds.items()
     ]
-    logprobs = [
-        Column(
-            planted, {"logprob_error": "{median:.3f}"}, {"case": f"last 100 of 30000, {planted}"}
-        )
-        for planted in ("no outliers", "K beyond 448", "Q beyond 448")
+    codes = [
+        Column(name, lost, {"case": f"{load}, last 128, V mean 0.3"})
+        for name, load in contexts.items()
     ]
+    chunks = {
+        "16 x 1024": "16x1024, last 1024",
+        "16k": "1x16384, last 16384",
+        "32k": "1x32768, last 16384",
+        "128k": "1x131072, last 16384",
+        "128 x 64 after 8192": "128x8256, last 64",
+    }
+    times = [Column(name, took, {"case": case}) for name, case in chunks.items()]
     return joined(
-        table(rows, ["arm"], columns, "attention, scales"),
-        table(rows, ["arm"], logprobs, "error of logprobs, 30,000 tokens"),
+        table(rows, ["arm"], errors, "error, bias"),
+        table(rows, ["arm"], codes, "error to values before they were codes"),
+        table(rows, ["arm"], times, "time of the last 16,384 tokens, or of all new ones"),
         failures(results),
         f"{facts(results['environment'])}. Medians.",
     )

@@ -19,8 +19,8 @@ FLASHINFER_PLANS = (f"{_PLANNER}.call_begin_forward", f"{_MLA_PLANNER}.call_begi
 
 ATTRIBUTES: dict[str, str] = {
     "sglang.srt.layers.radix_attention.RadixAttention": (
-        "attn_type head_dim is_cross_attention k_scale layer_id logit_cap qk_head_dim scaling "
-        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num v_head_dim v_scale"
+        "attn_type head_dim is_cross_attention layer_id logit_cap qk_head_dim scaling "
+        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num v_head_dim"
     ),
     ATTENTION_BACKENDS["torch_native"]: (
         "forward_decode forward_extend forward_metadata req_to_token_pool token_to_kv_pool"
@@ -31,8 +31,10 @@ ATTRIBUTES: dict[str, str] = {
     f"{_ATTENTION}.flashinfer_backend.PrefillMetadata": "use_ragged",
     _PLANNER: "call_begin_forward",
     _MLA_PLANNER: "call_begin_forward",
-    # the scales are those of the layer, which this class takes for descales
-    ATTENTION_BACKENDS["fa3"]: "forward_extend k_scale token_to_kv_pool v_scale",
+    ATTENTION_BACKENDS["fa3"]: (
+        "forward_extend forward_metadata num_splits page_size token_to_kv_pool"
+    ),
+    f"{_ATTENTION}.flashattention_backend.FlashAttentionMetadata": "page_table",
     ATTENTION_BACKENDS["trtllm_mha"]: (
         "_get_layer_page_table forward_decode forward_metadata page_size token_to_kv_pool"
     ),

@@ -125,7 +125,7 @@ ATTRIBUTES: dict[str, str] = {
         "prefill_attention_backend_str req_to_token_pool server_args token_to_kv_pool"
     ),
     f"{_FORWARD}.forward_batch_info.ForwardBatch": (
-        "extend_seq_lens forward_mode out_cache_loc req_pool_indices rids seq_lens"
+        "extend_seq_lens_cpu forward_mode out_cache_loc req_pool_indices rids seq_lens seq_lens_cpu"
     ),
     f"{_FORWARD}.forward_batch_info.ForwardMode": "is_decode is_extend",
     # layers; what computes in them is in layer_methods.py

@@ -78,6 +78,8 @@ HOOK_TARGETS |= {
     "init_attention_backends": f"{_RUNNER}.init_attention_backends",
     "configure_kv_cache": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     ".configure",
+    "kv_memory": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    "._profile_available_bytes",
     "token_bytes": "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
     "._compute_cell_size",
     "generate_request": "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

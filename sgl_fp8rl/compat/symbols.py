@@ -40,6 +40,7 @@ SYMBOLS = {
     "get_token_to_kv_pool": "sglang.srt.model_executor.forward_context:get_token_to_kv_pool",
     "RMSNorm": "sglang.srt.layers.layernorm:RMSNorm",
     "RotaryEmbedding": "sglang.srt.layers.rotary_embedding:RotaryEmbedding",
+    "flash_attn_varlen_func": "sglang.kernels.ops.attention.flash_attention:flash_attn_varlen_func",
     # loading
     "get_tp_group": "sglang.srt.distributed:get_tp_group",
     "AttentionArch": "sglang.srt.configs.model_config:AttentionArch",

@@ -6,8 +6,7 @@ from typing import Any
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import cpu_kernels, kv_attention
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
-
-Hook = kv_attention.Hook
+from sgl_fp8rl.engine.kv_call import Hook
 
 
 def register(target: str, hook: Hook) -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.internal_requests import is_internal
-from sgl_fp8rl.kv_cache.kernel_scales import power_of_two_above
 from sgl_fp8rl.kv_cache.quantized import QuantizedKV
 from sgl_fp8rl.kv_cache.scales import ScaledLayer
 from sgl_fp8rl.ops.reference import FP8_MAX
@@ -56,6 +55,12 @@ def scales_of(before_3: torch.Tensor, amax_3: torch.Tensor) -> torch.Tensor:
     most_3 = power_of_two_above(amax_3 * (MOST_ROOM / 2 / FP8_MAX))  # rounded up: at most twice it
     moved_3 = kept_3.clamp(least_3, most_3).clamp(LEAST_KV_SCALE, LARGEST_KV_SCALE)
     return torch.where(amax_3 > 0, moved_3, kept_3)
+
+
+def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is not below x; x FP32, normal and positive."""
+    mantissa = (1 << 23) - 1
+    return ((x.contiguous().view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
 
 
 def watch_forward(original: Any, runner: Any, forward_batch: Any, *args: Any, **kw: Any) -> Any:

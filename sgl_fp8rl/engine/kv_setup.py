@@ -14,6 +14,8 @@ from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.quantized import Heads, QuantizedKV, layer_kv
 from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.kv_cache.token_scales import SCALE_BYTES, TokenScales
+from sgl_fp8rl.ops.paged_prefill import WORKSPACE_BYTES
+from sgl_fp8rl.ops.paged_prefill import Workspace as PrefillWorkspace
 from sgl_fp8rl.options import current_options
 
 
@@ -99,9 +101,11 @@ def check_kv_cache(original: Any, runner: Any) -> None:
             f"quantization fp8rl cannot scale a KV cache in a {type(pool).__name__} of layout "
             f"{getattr(pool, 'kv_cache_layout', None)} yet; start without --kv-cache-dtype"
         )
-    if isinstance(scales, TokenScales):
-        with pool.memory_saver_adapter.region(compat.GPU_MEMORY_TYPE_KV_CACHE):
+    with pool.memory_saver_adapter.region(compat.GPU_MEMORY_TYPE_KV_CACHE):
+        if isinstance(scales, TokenScales):
             scales.allocate(pool.get_key_buffer(pool.start_layer).shape[0])
+        if prefill == backends.FA3 or isinstance(scales, TokenScales):
+            _prepare_prefill(runner, scales)
     if decode == backends.TRTLLM_MHA:
         _prepare_decode(runner, scales)
     wrap_attention(prefill, decode, runner.model)
@@ -120,6 +124,33 @@ def with_token_scales(original: Any, configurator: Any, kvc: Any, layers: int) -
     return size + SCALE_BYTES * heads * layers
 
 
+def less_workspace(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> int:
+    """AROUND ``KVCacheConfigurator._profile_available_bytes``: the KV cache leaves memory to the
+    workspace of prefill where that may serve."""
+    size = int(original(configurator, *args, **kwargs))
+    is_mine = configurator.model_config.quantization == NAME
+    if not is_mine or compat.get_model_args().kv_cache_dtype != backends.FP8_KV:
+        return size
+    serves = backends.FA3 in backends.scaled_backends(backends.capability())["prefill"]
+    return size - WORKSPACE_BYTES if serves else size
+
+
+def _prepare_prefill(runner: Any, scales: QuantizedKV) -> None:
+    """Give prefill its workspace.
+
+    Raises:
+        ValueError: the longest sequence does not fit.
+    """
+    layer = next(m for m in runner.model.modules() if layer_kv(m) is not None)
+    scales.prefill_workspace = PrefillWorkspace(
+        layer.tp_k_head_num,
+        layer.head_dim,
+        runner.req_to_token_pool.req_to_token.shape[1] + runner.page_size,
+        scales.value_dtype,
+        scales.statistics.device,
+    )
+
+
 def _prepare_decode(runner: Any, scales: QuantizedKV) -> None:
     """Compile our decode kernel and give it its workspace.
 
@@ -129,7 +160,7 @@ def _prepare_decode(runner: Any, scales: QuantizedKV) -> None:
     from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 
     layer = next(m for m in runner.model.modules() if layer_kv(m) is not None)
-    scales.workspace = Workspace(
+    scales.decode_workspace = Workspace(
         runner.token_to_kv_pool.size,
         # the largest graph may round it up to the ranks, and to two batches
         runner.req_to_token_pool.size + 2 * compat.get_tp_group().world_size,

@@ -59,6 +59,7 @@ def _register() -> None:
         guards,
         hooks,
         kv_calibrate,
+        kv_call,
         kv_setup,
         language_layers,
         linear,
@@ -85,7 +86,7 @@ def _register() -> None:
     compat.Engine.fp8rl_run = control_in_process.run_on_engine
     compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
 
-    around: dict[str, hooks.Hook] = {
+    around: dict[str, kv_call.Hook] = {
         "prepare_server_args": without_key,
         "add_cli_args": add_flags,
         "from_cli_args": from_flags,
@@ -98,6 +99,7 @@ def _register() -> None:
         "precompile_kernels": startup.prepare,
         "configure_kv_cache": cpu_platform.with_plain_pools,
         "load_kv_scales": start_log.attached_scales,
+        "kv_memory": kv_setup.less_workspace,
         "token_bytes": kv_setup.with_token_scales,
         "init_attention_backends": kv_setup.check_kv_cache,
         "forward": kv_calibrate.watch_forward,

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.kv_cache.kernel_scales import Derive, fa3_k_descale
 from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
 
 logger = logging.getLogger(__name__)
@@ -64,9 +63,6 @@ class AttentionBackend:
     prefill: Callable[[Capability], bool] = _nowhere
     """The devices where it applies KV scales in prefill."""
     decode: Callable[[Capability], bool] = _nowhere
-    derive: Derive | None = None
-    """What its kernel takes beyond ``KernelScales``: ``KVScales`` keeps it in a buffer under the
-    backend's name, and ``LayerKV.factors`` has each layer's views."""
 
 
 BACKENDS = {
@@ -78,16 +74,15 @@ BACKENDS = {
         (E4M3, INT8),
         decode=_on_hopper,
     ),
+    FA3: AttentionBackend(
+        "it attends in 16 bits to the values of pages, side by side in a workspace",
+        (E4M3, INT8),
+        prefill=_on_hopper,
+    ),
     "flashinfer": AttentionBackend(
         "its FA2 kernels attend to codes with scales folded into q and out",
         prefill=_on_gpus,
         decode=_on_gpus,
-    ),
-    FA3: AttentionBackend(
-        "you chose it; it multiplies in FP8, whose sums lose up to a quarter of the output at "
-        "131,072 tokens (docs/kv_cache.md)",
-        prefill=_on_hopper,
-        derive=fa3_k_descale,
     ),
 }
 """By SGLang's name; the first that serves a phase is selected. ``compat.ATTENTION_BACKENDS`` has

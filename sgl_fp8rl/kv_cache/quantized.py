@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from sgl_fp8rl.ops import paged_decode_cuda, paged_prefill
 from sgl_fp8rl.ops.kv import STATS
 from sgl_fp8rl.ops.paged_decode import Codes
-from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 
 Caches = tuple[torch.Tensor, torch.Tensor]
 """The pool's buffers of a layer, ``[S, H, D]``: of K and of V."""
@@ -52,6 +52,8 @@ class QuantizedKV(nn.Module):
 
     format: ClassVar[str]
     """As the option ``kv_cache`` names it."""
+    value_dtype: ClassVar[torch.dtype]
+    """Of 16 bits, which holds codes times scales exactly (E4M3: where scales are powers of two)."""
 
     def __init__(self, layers: int, heads: Heads, device: torch.device | str) -> None:
         super().__init__()
@@ -62,8 +64,10 @@ class QuantizedKV(nn.Module):
         """Prefilled tokens of each layer whose error will be measured (``quant_error.py``)."""
         self.errors: torch.Tensor | None = None
         """``[layers, ERRORS]`` after the first request; no graph reads it."""
-        self.workspace: Workspace | None = None
+        self.decode_workspace: paged_decode_cuda.Workspace | None = None
         """Of our decode kernel, where it serves."""
+        self.prefill_workspace: paged_prefill.Workspace | None = None
+        """Of prefill in 16 bits, where it serves."""
         self.elements = [0] * layers
         """Elements of K per token and layer on this rank; V has as many."""
         self.statistics: torch.Tensor

@@ -1,9 +1,7 @@
 """The K, V and Q scales of one rank: FP32 device buffers, written in place, read at graph replay.
 
 A code is ``saturate(k / k_scale)``, so attention is ``softmax(scaling * k_scale * q . c_k) @ c_v *
-v_scale``; ``kernel_scales.py`` derives the factors of each kernel. All are registered buffers: the
-memory saver keeps buffers and drops Parameters. The rows of ``backends.BACKENDS`` say which kernels
-there are.
+v_scale``. All are registered buffers: the memory saver keeps buffers and drops Parameters.
 """
 
 import json
@@ -13,12 +11,11 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.kv_cache.backends import BACKENDS
-from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales, V
 from sgl_fp8rl.kv_cache.quantized import Caches, Heads, KVScalesError, LayerKV, QuantizedKV, on_host
 from sgl_fp8rl.ops.paged_decode import Codes
 from sgl_fp8rl.protocol.kv_schema import E4M3, KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
 
+K, V, Q = range(len(KV_SCALE_ROWS))
 START_V = 0.25
 """V's scale before the first measurement, where scales are measured; others are 1. A measurement
 keeps it where V's largest magnitude is 0.11 to 28, as most models have it, also if the first
@@ -34,6 +31,7 @@ class KVScales(QuantizedKV):
     """
 
     format = E4M3
+    value_dtype = torch.bfloat16
 
     def __init__(
         self,
@@ -55,8 +53,8 @@ class KVScales(QuantizedKV):
             start[:, V] = START_V
         self.scales: torch.Tensor
         self.register_buffer("scales", start)  # of the whole model, on each rank
-        for name, factors in self._derive(start).items():
-            self.register_buffer(name, factors)
+        self.store: torch.Tensor
+        self.register_buffer("store", self._mine(start))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -87,19 +85,14 @@ class KVScales(QuantizedKV):
     def write(self, scales_L3H: torch.Tensor, first: int = 0) -> None:
         """Set scales in place; without a device sync if they are on the device.
 
-        Kernel scales are computed where the scales are: an update brings them on the host, where a
-        dozen small operations cost less than their launches.
-
         Args:
             scales_L3H: FP32, checked by the caller; for its L layers from layer ``first`` on.
         """
         layers = slice(first, first + len(scales_L3H))
         # E4M3 keeps its precision over 15 octaves: a head's own scale would gain nothing
         kept = scales_L3H.amax(-1, keepdim=True).expand_as(scales_L3H)
-        derived = self._derive(kept)
         self.scales[layers].copy_(kept)
-        for name, factors in derived.items():
-            self.get_buffer(name)[:, layers].copy_(factors)
+        self.store[:, layers].copy_(self._mine(kept))
         self.statistics[layers].zero_()
         if self.errors is not None:
             self.errors[layers].zero_()
@@ -108,11 +101,9 @@ class KVScales(QuantizedKV):
             self._measured.record()
         self.pending -= set(range(layers.start, layers.stop))
 
-    def _derive(self, kept_L3H: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the store and each attention kernel take of these scales, by the buffer's name."""
-        mine = KernelScales.of(kept_L3H[..., self.heads.mine])
-        derived = {"store": mine.store_2Lh, "q_factor": mine.q_factor_1Lh}
-        return derived | {name: derive(mine) for name, derive in _derivations()}
+    def _mine(self, kept_L3H: torch.Tensor) -> torch.Tensor:
+        """K's and V's of this rank's heads, ``[2, L, H]``: what kernels read."""
+        return kept_L3H[:, [K, V], self.heads.mine].movedim(1, 0).contiguous()
 
     def after_update(self, incoming_L3H: torch.Tensor | None) -> None:
         """Use the scales that came with the weights, else apply the scheme."""
@@ -157,12 +148,7 @@ class ScaledLayer(LayerKV):
 
     def __init__(self, scales: KVScales, layer_index: int) -> None:
         super().__init__(scales, layer_index)
-        (self.k_scale_h, self.v_scale_h) = scales.store[:, layer_index]  # type: ignore[index]
-        (self.q_factor_h,) = scales.q_factor[:, layer_index]  # type: ignore[index]
-        self.factors = {
-            name: scales.get_buffer(name)[:, layer_index].unbind() for name, _ in _derivations()
-        }
-        """By attention backend: what its row of ``BACKENDS`` derives."""
+        (self.k_scale_h, self.v_scale_h) = scales.store[:, layer_index]
 
     @property
     def is_due(self) -> bool:
@@ -188,10 +174,6 @@ class ScaledLayer(LayerKV):
 
     def codes(self, caches: Caches) -> Codes:
         return Codes(*caches, self.k_scale_h, self.v_scale_h)
-
-
-def _derivations() -> list[tuple[str, Derive]]:
-    return [(name, row.derive) for name, row in BACKENDS.items() if row.derive is not None]
 
 
 def read_file(path: str | Path) -> list[Any]:

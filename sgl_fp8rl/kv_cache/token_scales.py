@@ -18,6 +18,7 @@ class TokenScales(QuantizedKV):
     """The scales beside the pool of one rank, and the statistics of what was stored."""
 
     format = INT8
+    value_dtype = torch.float16
 
     def __init__(self, layers: int, heads: Heads, device: torch.device | str) -> None:
         super().__init__(layers, heads, device)

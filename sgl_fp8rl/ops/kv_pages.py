@@ -15,12 +15,14 @@ def dequantize_pages(
     size: int,
     k_WHD: torch.Tensor,
     v_WHD: torch.Tensor,
-    count: torch.Tensor | None = None,
 ) -> None:
     """Write the values of page ``pages_P[p]`` to tokens ``p * size`` and on of the workspace.
 
-    Codes times their scales in FP32, rounded once. Exact in FP16 for INT8; for E4M3 where scales
-    are powers of two and values in range.
+    Codes times their scales in FP32, rounded once. Exact in FP16 for INT8, in BF16 for E4M3 where
+    scales are powers of two.
+
+    A NaN of V becomes 0: attention multiplies a token that it masks by 0, and so one request would
+    make NaN of another. Its own outputs are NaN by its K, which over INT8 is NaN where V is.
 
     Args:
         codes: of a layer's cache, heads contiguous.
@@ -28,17 +30,18 @@ def dequantize_pages(
         size: tokens of a page.
         k_WHD: FP16 or BF16, contiguous, of at least ``P * size`` tokens; the others stay.
         v_WHD: the same, of V's head dim.
-        count: int32 ``[1]``, read on the device: only so many pages are meant. None for all.
 
     Raises:
         ValueError: shapes or dtypes do not match.
     """
     check_pages(codes, pages_P, size, k_WHD, v_WHD)
-    pages_P = pages_P if count is None else pages_P[: int(count)]
     at_size = torch.arange(size, device=pages_P.device)
     slots_T = (pages_P.long()[:, None] * size + at_size).flatten()
-    for workspace_WHD, values_THD in zip((k_WHD, v_WHD), codes.values(slots_T), strict=True):
-        workspace_WHD[: len(slots_T)] = values_THD
+    k_THD, v_THD = codes.values(slots_T)
+    if codes.token_scales_HS is not None:
+        k_THD = k_THD.masked_fill(v_THD.isnan().any(-1, keepdim=True), torch.nan)
+    k_WHD[: len(slots_T)] = k_THD
+    v_WHD[: len(slots_T)] = v_THD.nan_to_num(0)
 
 
 def check_pages(

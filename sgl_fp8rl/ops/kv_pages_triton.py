@@ -21,7 +21,6 @@ def dequantize_pages(
     size: int,
     k_WHD: torch.Tensor,
     v_WHD: torch.Tensor,
-    count: torch.Tensor | None = None,
 ) -> None:
     """``kv_pages.dequantize_pages`` on the current stream; there is what it takes and raises."""
     check_pages(codes, pages_P, size, k_WHD, v_WHD)
@@ -38,12 +37,11 @@ def dequantize_pages(
     if heads:
         with torch.cuda.device_of(k_WHD):  # a kernel starts on the current device
             _dequantize_rows[(triton.cdiv(heads, rows), 2)](
-                (codes.k_SHD, scales[0], k_WHD),
-                (codes.v_SHD, scales[1], v_WHD),
+                (codes.k_SHD, *scales, k_WHD),
+                (codes.v_SHD, *scales, v_WHD),
                 (*codes.k_SHD.stride()[:2], *scales[0].stride()),
-                (*codes.v_SHD.stride()[:2], *scales[1].stride()),
+                (*codes.v_SHD.stride()[:2], *scales[0].stride()),
                 pages_P,
-                count,
                 len(pages_P),
                 SIZE=size,
                 HEADS=H,
@@ -66,10 +64,11 @@ def _dequantize_side(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     INT8: tl.constexpr,
+    IS_V: tl.constexpr,
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    codes, scales, out = memory
+    codes, k_scales, v_scales, out = memory
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     inside = row < rows
@@ -79,10 +78,17 @@ def _dequantize_side(
     page = tl.load(pages + token // SIZE, mask=inside, other=0).to(tl.int64)
     slot = page * SIZE + token % SIZE
     source = codes + (slot * strides[0] + head * strides[1])[:, None] + col
-    scale = tl.load(scales + head * strides[2] + slot * strides[3], mask=inside, other=0)
+    at_scale = head * strides[2] + slot * strides[3]
+    scale = tl.load((v_scales if IS_V else k_scales) + at_scale, mask=inside, other=0)
     if INT8:
         scale = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        if not IS_V:
+            v_scale = tl.load(v_scales + at_scale, mask=inside, other=0).to(tl.int32) << 16
+            v_scale = v_scale.to(tl.float32, bitcast=True)
+            scale = tl.where(v_scale == v_scale, scale, v_scale)
     values = tl.load(source, mask=box, other=0.0).to(tl.float32) * scale[:, None]
+    if IS_V:
+        values = tl.where(values == values, values, 0.0)
     tl.store(out + (row * D)[:, None] + col, values.to(out.dtype.element_ty), mask=box)
 
 
@@ -93,7 +99,6 @@ def _dequantize_rows(
     k_strides: tl.tuple,
     v_strides: tl.tuple,
     pages: tl.tensor,
-    counted: tl.tensor,
     count: tl.tensor,
     SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -104,11 +109,10 @@ def _dequantize_rows(
     ROWS: tl.constexpr,
 ) -> None:
     """One program takes ``ROWS`` heads of one side, ordered by token, then head."""
-    if counted is not None:
-        count = tl.minimum(tl.load(counted), count)
     rows = count.to(tl.int64) * SIZE * HEADS
-    if tl.program_id(0).to(tl.int64) * ROWS < rows:
-        if tl.program_id(1) == 0:
-            _dequantize_side(k_memory, k_strides, pages, rows, SIZE, HEADS, D_K, INT8, COLS, ROWS)
-        else:
-            _dequantize_side(v_memory, v_strides, pages, rows, SIZE, HEADS, D_V, INT8, COLS, ROWS)
+    if tl.program_id(1) == 0:
+        _dequantize_side(
+            k_memory, k_strides, pages, rows, SIZE, HEADS, D_K, INT8, False, COLS, ROWS
+        )
+    else:
+        _dequantize_side(v_memory, v_strides, pages, rows, SIZE, HEADS, D_V, INT8, True, COLS, ROWS)

@@ -25,6 +25,15 @@ class Codes:
     token_scales_HS: torch.Tensor | None = None
     """INT8: of K and V of each token, ``pack_token_scales``."""
 
+    def of_heads(self, heads: slice) -> "Codes":
+        """Those of some KV heads: views."""
+        k_scale_H, v_scale_H, token_scales_HS = (
+            None if x_H is None else x_H[heads]
+            for x_H in (self.k_scale_H, self.v_scale_H, self.token_scales_HS)
+        )
+        k_SHD, v_SHD = self.k_SHD[:, heads], self.v_SHD[:, heads]
+        return Codes(k_SHD, v_SHD, k_scale_H, v_scale_H, token_scales_HS)
+
     def values(
         self, slots_T: torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,15 +93,26 @@ def attend(
     out_NQD = torch.empty(q_NQD.shape, dtype=torch.float32, device=q_NQD.device)
     queries = len(q_NQD) // len(pages.lengths_B)
     for sequence in range(len(pages.lengths_B)):
-        k_THD, v_THD = codes.values(pages.slots(sequence))
+        values = codes.values(pages.slots(sequence))
         rows = slice(sequence * queries, (sequence + 1) * queries)
-        q_nHGD = q_NQD[rows].float().unflatten(1, (k_THD.shape[1], -1))
-        scores = torch.einsum("nhgd,thd->nhgt", q_nHGD, k_THD) * scale
-        last_n = torch.arange(len(k_THD) - queries, len(k_THD), device=q_NQD.device)
-        at_T = torch.arange(len(k_THD), device=q_NQD.device)
-        hidden_nT = at_T > last_n[:, None]
-        if window is not None:
-            hidden_nT |= at_T < last_n[:, None] - window
-        scores.masked_fill_(hidden_nT[:, None, None], -torch.inf)
-        out_NQD[rows] = torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), v_THD).flatten(1, 2)
+        out_NQD[rows] = attend_last(q_NQD[rows], *values, scale, window)
     return out_NQD
+
+
+def attend_last(
+    q_NQD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of the last N tokens of one sequence over its FP32 K and V, FP32 ``[N, Q, D]``."""
+    last_N = torch.arange(len(k_THD) - len(q_NQD), len(k_THD), device=q_NQD.device)
+    at_T = torch.arange(len(k_THD), device=q_NQD.device)
+    hidden_NT = at_T > last_N[:, None]
+    if window is not None:
+        hidden_NT |= at_T < last_N[:, None] - window
+    q_NHGD = q_NQD.float().unflatten(1, (k_THD.shape[1], -1))
+    scores = torch.einsum("nhgd,thd->nhgt", q_NHGD, k_THD) * scale
+    scores.masked_fill_(hidden_NT[:, None, None], -torch.inf)
+    return torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), v_THD).flatten(1, 2)

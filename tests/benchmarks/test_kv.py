@@ -17,7 +17,6 @@ from benchmarks.engines import kv_weights, models, serving, stock_push, weights
 from benchmarks.engines.keywords import is_stock
 from benchmarks.kv import cases as kv
 from benchmarks.kv import logprobs as kv_logprobs
-from benchmarks.kv import long_prompts
 from benchmarks.kv import updates as kv_updates
 
 TINY = models.Shape(hidden=256, intermediate=384, layers=2, heads=2, kv_heads=1, vocab=4096)
@@ -199,27 +198,6 @@ def test_logprobs_become_errors(
     assert set(found[-1]["values"]) == {"logprob_error_decode"}
 
 
-def test_logprobs_of_long_prompts(
-    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeEngine, "measured", 1.25)
-    found = long_prompts.measurements(tmp_path)
-    assert [e.keywords.get("prefill_attention_backend") for e in engines] == [
-        None,
-        None,
-        "flashinfer",
-        None,
-        None,
-    ]
-    assert [report["arm"] for report in found] == [
-        arm.name for arm in long_prompts.ARMS for _ in long_prompts.PLANTED
-    ]
-    errors = {report["arm"]: report["values"]["logprob_error"] for report in found}
-    # the fake is off by its q scale less 1, which only the control sets
-    assert errors["fp8rl-kv8, FA3"] == [0.25] * long_prompts.PROMPTS
-    assert errors["fp8rl-kv8, FA3, bare q"] == [0.0] * long_prompts.PROMPTS
-
-
 def test_distances() -> None:
     assert kv_logprobs.distances([[1.0, 2.0]], [[1.5, 1.0]]) == [0.75]
     with pytest.raises(ValueError, match="argument 2 is shorter"):
@@ -255,16 +233,14 @@ def test_shared_weights_are_a_whole_model_in_the_memory_of_one_layer() -> None:
 
 def test_planted_weights() -> None:
     shape = replace(TINY, kv_heads=2)
-    plain, again, beyond, q_beyond = (
+    plain, again, beyond = (
         dict(kv_weights.module(shape, "cpu", name).named_parameters())
-        for name in (kv_weights.PLANTED[0], *kv_weights.PLANTED, kv_weights.Q_BEYOND)
+        for name in (kv_weights.PLANTED[0], *kv_weights.PLANTED)
     )
     assert all(torch.equal(plain[name], again[name]) for name in plain)
     changed = {name.split(".")[-2] for name in plain if not torch.equal(plain[name], beyond[name])}
     assert changed == {"q_norm", "k_norm"}
     assert beyond["model.layers.1.self_attn.k_norm.weight"][5] > 448
-    assert q_beyond["model.layers.1.self_attn.q_norm.weight"][17] > 448
-    assert q_beyond["model.layers.1.self_attn.k_norm.weight"][17] < 1
     heads = plain["model.layers.0.self_attn.v_proj.weight"].unflatten(0, (2, -1)).float()
     first, second = heads.std((1, 2)).tolist()
     assert first / second == pytest.approx(2**kv_weights.V_OCTAVES, rel=0.05)

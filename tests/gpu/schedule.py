@@ -36,6 +36,7 @@ TOGETHER = (
         "flashinfer_plans",
         "kv_attention",
         "paged_decode",
+        "paged_prefill",
         "activation",
         "correction",
         "precision",

@@ -1,7 +1,7 @@
 """Engines with an FP8 KV cache whose scales follow the policy, with CUDA graphs.
 
-No attention backend is named: on Hopper the plugin chooses our decode, pages of 64 tokens and
-FlashInfer's prefill. ``test_kv_attention.py`` has the control, stock SGLang's frozen scales.
+No attention backend is named: on Hopper the plugin chooses our decode, pages of 64 tokens and FA3
+over values for prefill. ``test_kv_attention.py`` has the control, stock SGLang's frozen scales.
 """
 
 import json
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import trainer_bridge
+from sgl_fp8rl.ops.paged_prefill import WORKSPACE_BYTES
 from sgl_fp8rl.ops.reference import FP8_MAX
 from tests.engine.harness import EngineProcess, Server
 from tests.gpu import engines
@@ -36,6 +37,7 @@ from tests.gpu.test_memory_saver import TAGS, release, resume
 pytestmark = pytest.mark.gpu
 
 KV8 = {"kv_cache_dtype": "fp8_e4m3"}
+INT8 = {"fp8rl_kv_cache": "int8"}
 BF16_KV = {"attention_backend": "flashinfer"}
 CHOSEN = {name: value for name, value in FLAGS.items() if name != "attention_backend"}
 """The flags of an engine whose backends are left to the plugin."""
@@ -140,8 +142,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def test_the_plugin_chose_backends_and_said_why(world: World) -> None:
     log = world.server.log.read_text(errors="replace")
-    assert "FP8 KV cache: decode by trtllm_mha: our kernel multiplies in 16 bits" in log
-    assert "FP8 KV cache: prefill by flashinfer" in log
+    assert "8-bit KV cache: decode by trtllm_mha: our kernel multiplies in 16 bits" in log
+    assert "8-bit KV cache: prefill by fa3: it attends in 16 bits" in log
     assert "pages of 64 tokens" in log
 
 
@@ -232,10 +234,20 @@ def test_decode_is_as_near_to_prefill_as_its_kernel_allows(
         control = distance(decode, score(other, whole))
         whole, decode = sample(other)
         bf16 = distance(decode, score(other, whole))
-    found = {"bf16": bf16, "calibrated": calibrated, "clipped": clipped, "control": control}
+        with start_server(tmp_path / "int8.log", world.checkpoint, **INT8) as third:
+            update(third, world.policy, None)
+            whole, decode = sample(third)
+            int8 = distance(decode, score(third, whole))
+            # its codes lose a part of what E4M3's do
+            lost_int8 = distance(score(third, whole), score(other, whole))
+            update(server, world.policy, None)
+            lost_e4m3 = distance(score(server, whole), score(other, whole))
+    found = {"bf16": bf16, "int8": int8, "lost": (lost_int8, lost_e4m3), "calibrated": calibrated, "clipped": clipped, "control": control}
     record_property("decode to prefill", found)
     assert bf16 > 0
     assert calibrated <= FACTOR * bf16, found
+    assert int8 <= FACTOR * bf16, found
+    assert lost_int8 < lost_e4m3, found
     assert clipped <= FACTOR * bf16, found
     assert control > FACTOR * bf16, found
 
@@ -299,6 +311,6 @@ def test_the_cache_takes_all_static_memory(
             weights = nbytes_of(digest_of(server))
     tokens = info["max_total_num_tokens"]
     token_bytes = DENSE.layers * 2 * DENSE.kv_heads * HEAD
-    share = tokens * token_bytes / (FRACTION * free - weights)
+    share = tokens * token_bytes / (FRACTION * free - weights - WORKSPACE_BYTES)
     record_property("share of static memory", share)
     assert share >= CAPACITY

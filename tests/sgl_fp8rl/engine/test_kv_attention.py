@@ -36,22 +36,6 @@ def prefill(
     )
 
 
-def quantized_error(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    backend: Backend,
-    slots: torch.Tensor,
-    scales_3H: torch.Tensor,
-    q_factor_H: torch.Tensor,
-    scaling: float = DIM**-0.5,
-) -> float:
-    """Beside attention of q that was multiplied by these factors, rounded to E4M3 and divided."""
-    factor = q_factor_H.repeat_interleave(GROUP * DIM)
-    rounded = (q * factor).clamp(-448, 448).to(fakes.FP8).float() / factor
-    wanted = fakes.reference(rounded, backend, slots, scales_3H, scaling)
-    return fakes.relative_error(out, wanted)
-
-
 def test_folded_attention_is_that_of_the_scaled_values(scaled: tuple[KVScales, Any]) -> None:
     scales, layer = scaled
     backend = Backend()
@@ -106,7 +90,7 @@ def test_a_ragged_kernel_is_handed_what_decode_will_read(scaled: tuple[KVScales,
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["told not to", "without K"])
-@pytest.mark.parametrize("name", ["folded_decode", "folded_extend", "fa3_extend"])
+@pytest.mark.parametrize("name", ["folded_decode", "folded_extend"])
 def test_nothing_is_stored_where_there_is_nothing_to_store(
     scaled: tuple[KVScales, Any], name: str, given: bool
 ) -> None:
@@ -155,62 +139,6 @@ def test_layers_without_scales_take_the_original_way(name: str) -> None:
     hook = getattr(kv_attention, name)
     assert hook(original, "backend", "q", "k", "v", layer, "batch", False, sinks=1) == "out"
     assert calls == [(("backend", "q", "k", "v", layer, "batch", False), {"sinks": 1})]
-
-
-# -- FA3
-
-
-def fa3_prefill(layer: Any, size: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, Backend]:
-    model = torch.nn.Module()
-    model.layer = layer
-    kv_attention.fa3_descales(model)
-    backend = Backend()
-    q, k, v = qkv(TOKENS)
-    q = q * size
-    out = kv_attention.fa3_extend(Backend.fa3_forward, backend, q, k, v, layer, batch(TOKENS))
-    return q, out, backend
-
-
-def test_fa3_attention_is_that_of_the_scaled_values(scaled: tuple[KVScales, Any]) -> None:
-    scales, layer = scaled
-    factor = torch.tensor([1 / 8, 1 / 8])  # Q's largest scale is 5
-    q, out, backend = fa3_prefill(layer)
-    kept = scales.scales[0]
-    slots = batch(TOKENS).slots
-    assert quantized_error(q, out, backend, slots, kept, factor) < ERROR
-    for row in (0, 1):  # controls: a wrong K or V scale
-        wrong = kept.clone()
-        wrong[row] *= 1.25
-        assert quantized_error(q, out, backend, slots, wrong, factor) > ERROR
-    assert backend.saved == [False]
-    wanted = kv_codes(qkv(TOKENS)[1], scales.scales[0, 0]).view(torch.uint8)
-    assert torch.equal(backend.k.view(torch.uint8)[batch(TOKENS).out_cache_loc], wanted)
-
-
-def test_fa3_follows_new_scales(scaled: tuple[KVScales, Any]) -> None:
-    """SGLang was given views, which an update writes in place."""
-    scales, layer = scaled
-    fa3_prefill(layer)
-    descales = layer.k_scale, layer.v_scale
-    scales.write(torch.tensor([0.5, 0.25, 1.0]).view(1, 3, 1).expand(1, 3, HEADS))
-    assert [scale.tolist() for scale in descales] == [[0.5, 0.5], [0.25, 0.25]]
-
-
-def test_q_beyond_e4m3_never_becomes_nan_in_fa3() -> None:
-    """Also where it exceeds what was calibrated: of that the cast of torch 2.11 makes NaN, and
-    newer torch 448."""
-    scales, (layer,) = fakes.scaled(scaling=DIM**-0.5 / 4000)
-    for scale, is_exact in ((32.0, True), (1.0, False)):
-        scales.write(torch.tensor([0.7, 0.6, scale]).view(1, 3, 1).expand(1, 3, HEADS))
-        q, out, backend = fa3_prefill(layer, size=400.0)
-        assert float(q.abs().max()) > 4 * 448
-        assert bool(out.isfinite().all())
-        slots, factor = batch(TOKENS).slots, torch.full((HEADS,), 2.0**-10)
-        kept = scales.scales[0]
-        error = quantized_error(q, out, backend, slots, kept, factor, layer.scaling)
-        assert (error < ERROR) is is_exact, error
-    bare = q.to(fakes.FP8).float()
-    assert not bool(((bare - q).abs() <= q.abs() / 8).all()), "control"
 
 
 # -- our decode kernel, by its reference

@@ -68,18 +68,6 @@ class Backend:
         )
         return out.transpose(0, 1).to(BF16).reshape(len(q), -1)
 
-    def fa3_forward(
-        self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True
-    ) -> torch.Tensor:
-        """As SGLang's FA3 backend: q is cast bare, descales are those of the layer, one a head."""
-        codes = q.to(FP8).float()
-        factor_h, out_h = (
-            scale.expand(1, HEADS)[0].repeat_interleave(GROUP * DIM)
-            for scale in (layer.k_scale, layer.v_scale)
-        )
-        out = self.forward(codes * factor_h, k, v, layer, batch, save_kv_cache)
-        return (out * out_h).to(BF16)
-
 
 def batch(tokens: int, first: int = 0, seen: int | None = None) -> Any:
     """Tokens that are stored from slot ``first`` on, and attend to the first ``seen`` slots."""

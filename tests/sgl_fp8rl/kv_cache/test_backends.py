@@ -30,8 +30,8 @@ from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Start
             HOPPER,
             {},
             {
-                "attention_backend": "flashinfer",
-                "prefill_attention_backend": "flashinfer",
+                "attention_backend": FA3,
+                "prefill_attention_backend": FA3,
                 "decode_attention_backend": TRTLLM_MHA,
                 "page_size": 64,
             },
@@ -41,7 +41,7 @@ from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Start
         (
             HOPPER,
             {"decode_attention_backend": "flashinfer"},
-            {"attention_backend": "flashinfer", "prefill_attention_backend": "flashinfer"},
+            {"attention_backend": FA3, "prefill_attention_backend": FA3},
         ),
         (
             HOPPER,
@@ -84,11 +84,11 @@ def test_choice(capability: Capability, given: dict[str, Any], chosen: dict[str,
     [
         (HOPPER, {"attention_backend": FA3}, f"fa3.*decode.*{TRTLLM_MHA} or flashinfer"),
         (ADA, {"prefill_attention_backend": FA3}, "fa3.*prefill.*use flashinfer"),
-        (HOPPER, {"attention_backend": "triton"}, "triton.*flashinfer or fa3"),
+        (HOPPER, {"attention_backend": "triton"}, "triton.*fa3 or flashinfer"),
         (
             HOPPER,
             {"attention_backend": TRTLLM_MHA},
-            f"{TRTLLM_MHA}.*prefill.*use flashinfer or fa3",
+            f"{TRTLLM_MHA}.*prefill.*use fa3 or flashinfer",
         ),
         (HOPPER, {"decode_attention_backend": "fa3"}, f"fa3.*decode.*{TRTLLM_MHA} or flashinfer"),
         (
@@ -183,10 +183,12 @@ def test_our_flag_asks_sglang_for_one_byte(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError, match=r"--kv-cache-dtype bf16 .* --fp8rl-kv-cache int8"):
         plugin.before_resolution({"kv_cache_dtype": "bf16"}, int8)
     monkeypatch.setattr(backends, "capability", lambda: HOPPER)
+    for kv_cache in ("int8", "e4m3"):
+        told = plugin.before_resolution(given, Fp8RLServerArgs(kv_cache=kv_cache))
+        assert told["decode_attention_backend"] == TRTLLM_MHA
+    monkeypatch.setattr(backends, "capability", lambda: ADA)
     with pytest.raises(ValueError, match=r"int8 .*--fp8rl-kv-cache e4m3"):
         plugin.before_resolution(given, int8)
-    told = plugin.before_resolution(given, Fp8RLServerArgs(kv_cache="e4m3"))
-    assert told["decode_attention_backend"] == TRTLLM_MHA
 
 
 def test_a_file_of_scales_is_looked_for_before_anything_starts(start: Start) -> None:

@@ -12,11 +12,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
-from sgl_fp8rl.engine import kv_attention, kv_setup
+from sgl_fp8rl.engine import kv_setup
 from sgl_fp8rl.engine.kv_attention import folded_decode, folded_extend
 from sgl_fp8rl.engine.kv_setup import attach
 from sgl_fp8rl.kv_cache.quantized import Heads
 from sgl_fp8rl.kv_cache.token_scales import SCALE_BYTES, TokenScales
+from sgl_fp8rl.ops.paged_prefill import Workspace
 
 HEADS, GROUP, DIM, SLOTS, LENGTHS, SEEN = 2, 2, 64, 64, (20, 9), (4, 0)
 ERROR = 0.02
@@ -35,6 +36,9 @@ class World:
             SLOTS, 1, torch.float8_e4m3fn, HEADS, DIM, 1, "cpu", False, enable_alt_stream=False
         )
         self.scales.allocate(pool.get_key_buffer(0).shape[0])
+        self.scales.prefill_workspace = Workspace(
+            HEADS, DIM, SLOTS, torch.float16, torch.device("cpu")
+        )
         requests = ReqToTokenPool(2, SLOTS, "cpu", False)
         backend: Any = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
         backend.token_to_kv_pool, backend.req_to_token_pool = pool, requests
@@ -61,7 +65,8 @@ class World:
             out_cache_loc=torch.cat([s[part] for s, part in zip(self.slots, parts, strict=True)]),
             req_pool_indices=torch.arange(2),
             seq_lens=torch.tensor(last),
-            extend_seq_lens=None if is_decode else torch.tensor(counts),
+            seq_lens_cpu=torch.tensor(last),
+            extend_seq_lens_cpu=None if is_decode else counts,
         )
         q, k, v = (
             torch.cat([each[part] for each, part in zip(x, parts, strict=True)]).flatten(1)
@@ -86,11 +91,7 @@ def off(out: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((out.double() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("rows", [3, 128])
-def test_prefill_over_a_prefix_and_decode_attend_to_what_is_stored(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_attention, "REFERENCE_ROWS", rows)
+def test_prefill_over_a_prefix_and_decode_attend_to_what_is_stored() -> None:
     world = World()
     ends = tuple(n - 1 for n in LENGTHS)
     world.run(folded_extend, (0, 0), SEEN)
