@@ -53,7 +53,7 @@ def memory_figures() -> dict[str, float]:
     idle, own = [], []
     for (name, model), found in sorted(_capacities().items()):
         arm, of = ARMS[name], shape.of(config(MODELS[model]))
-        token = of.kv_token_bytes(arm.fp8_kv)
+        token = of.kv_token_bytes(arm.kv_cache)
         held = of.weight_bytes(arm.fp8)
         idle.append((found["kv_tokens_floor"] * token + held) / FULL["mem_fraction_static"])
         own.append((found["kv_tokens_floor"] - found["kv_tokens"]) * token)

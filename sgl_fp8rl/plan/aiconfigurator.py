@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sgl_fp8rl.plan.prediction import Cluster, Prediction
-from sgl_fp8rl.plan.shape import Shape
+from sgl_fp8rl.plan.shape import BF16, Shape
 from sgl_fp8rl.plan.speed import Arm, speed_of
 from sgl_fp8rl.plan.workload import Workload
 from sgl_fp8rl.tables import align
@@ -102,7 +102,7 @@ def step_ms(
         "tp-size": tp,
         "gemm-quant-mode": "fp8_block" if arm.fp8 else "bfloat16",
         "moe-quant-mode": "fp8_block" if arm.fp8 else "bfloat16",
-        "kvcache-quant-mode": "fp8" if arm.fp8_kv else "bfloat16",
+        "kvcache-quant-mode": "bfloat16" if arm.kv_cache == BF16 else "fp8",
         "fmha-quant-mode": "bfloat16",
         "log-level": "ERROR",
     }

@@ -70,4 +70,4 @@ def kv_tokens(
     """
     static = fraction * (gpu.idle_bytes - reserved_bytes) - gpu.engine_bytes
     held = shape.weight_bytes(arm.fp8) / tp
-    return int((static - held) / shape.kv_token_bytes(arm.fp8_kv, tp))
+    return int((static - held) / shape.kv_token_bytes(arm.kv_cache, tp))

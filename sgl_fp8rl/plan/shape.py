@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
+
+BF16 = "bf16"
 BF16_BYTES, FP8_BYTES = 2, 1
 BLOCK, SCALE_BYTES = 128, 4
 """Side of a block of FP8 weights, and bytes of the scale that it shares: those of the format in
 ``formats``, which loads torch."""
+KV_BYTES = {BF16: (BF16_BYTES, 0), E4M3: (FP8_BYTES, 0), INT8: (1, 2)}
+"""Of an element of K or V, and of the scale of a token and head, by what the KV cache is in."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of decoders whose layers all are attention and one MLP, or one set of experts."""
 
@@ -103,11 +108,15 @@ class Shape:
         """Floating-point operations of causal attention over a prompt."""
         return 2.0 * self.layers * self.heads * self.head_dim * float(length) ** 2
 
-    def kv_token_bytes(self, fp8: bool, tp: int = 1) -> int:
+    def kv_token_bytes(self, cache: str, tp: int = 1) -> int:
         """K and V of one token in all layers, on one of ``tp`` ranks: a head that ranks share is
-        held by each of them."""
-        size = FP8_BYTES if fp8 else BF16_BYTES
-        return size * 2 * self.layers * -(-self.kv_heads // tp) * self.head_dim
+        held by each of them.
+
+        Args:
+            cache: one of ``KV_BYTES``.
+        """
+        element, scale = KV_BYTES[cache]
+        return 2 * self.layers * -(-self.kv_heads // tp) * (self.head_dim * element + scale)
 
     @property
     def _router(self) -> int:

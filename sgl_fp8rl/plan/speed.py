@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from sgl_fp8rl.plan import gemms, xqa
 from sgl_fp8rl.plan.measured import figures
-from sgl_fp8rl.plan.shape import BF16_BYTES, Shape, element_bytes
+from sgl_fp8rl.plan.shape import BF16, BF16_BYTES, Shape, element_bytes
+from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
 
 H200_BYTES_MS = 4.27e9
 """Bytes that a copy on an H200 reads and writes in a millisecond: the unit of the quantities."""
@@ -26,7 +27,8 @@ class Arm:
     stack: str
     """Whose kernels run around the GEMMs: "stock" or "ours"."""
     fp8: bool
-    fp8_kv: bool
+    kv_cache: str
+    """What it is in, of ``shape.KV_BYTES``."""
     flags: str
 
     @property
@@ -35,19 +37,21 @@ class Arm:
 
     @property
     def kv(self) -> str:
-        """What attends in decode; both stacks have the same for a BF16 cache."""
-        return "XQA" if self.fp8_kv else "bf16"
+        """What attends in decode; both stacks have the same for a BF16 cache. INT8, of which
+        nothing was measured, counts as read by what reads E4M3."""
+        return BF16 if self.kv_cache == BF16 else "XQA"
 
 
 KV8 = "--kv-cache-dtype fp8_e4m3"
 XQA = "--prefill-attention-backend fa3 --decode-attention-backend trtllm_mha --page-size 64"
 ARMS = (
-    Arm("stock-bf16", "stock", False, False, ""),
-    Arm("stock-bf16-kv8-xqa", "stock", False, True, f"{KV8} {XQA}"),
-    Arm("stock-block-fp8", "stock", True, False, "--quantization fp8"),
-    Arm("stock-block-fp8-kv8-xqa", "stock", True, True, f"--quantization fp8 {KV8} {XQA}"),
-    Arm("fp8rl", "ours", True, False, "--quantization fp8rl"),
-    Arm("fp8rl-kv8", "ours", True, True, f"--quantization fp8rl {KV8}"),
+    Arm("stock-bf16", "stock", False, BF16, ""),
+    Arm("stock-bf16-kv8-xqa", "stock", False, E4M3, f"{KV8} {XQA}"),
+    Arm("stock-block-fp8", "stock", True, BF16, "--quantization fp8"),
+    Arm("stock-block-fp8-kv8-xqa", "stock", True, E4M3, f"--quantization fp8 {KV8} {XQA}"),
+    Arm("fp8rl", "ours", True, BF16, "--quantization fp8rl"),
+    Arm("fp8rl-kv8", "ours", True, E4M3, f"--quantization fp8rl {KV8}"),
+    Arm("fp8rl-kv8-int8", "ours", True, INT8, "--quantization fp8rl --fp8rl-kv-cache int8"),
 )
 
 Quantities = dict[str, float]
@@ -74,8 +78,8 @@ def decode_quantities(
         kv_tokens: of all sequences together.
         kernels: times of single ones.
     """
-    share = xqa.share(kernels.xqa, arm.stack, batch) if arm.fp8_kv else 1.0
-    kv_bytes = kv_tokens * shape.kv_token_bytes(arm.fp8_kv, tp)
+    share = xqa.share(kernels.xqa, arm.stack, batch) if arm.kv_cache != BF16 else 1.0
+    kv_bytes = kv_tokens * shape.kv_token_bytes(arm.kv_cache, tp)
     found: Quantities = {
         f"layer {arm.stack}": float(shape.layers),
         f"read KV {arm.kv}": kv_bytes / H200_BYTES_MS / share,
@@ -126,7 +130,7 @@ def prefill_quantities(
     attention = sum(shape.attention_flops(length) for length in lengths)
     found: Quantities = {
         f"prefill layer {arm.stack}": float(batches * shape.layers),
-        f"prefill attention {'fp8' if arm.fp8_kv else 'bf16'}": attention / 1e12 / tp,
+        f"prefill attention {'fp8' if arm.kv_cache == E4M3 else BF16}": attention / 1e12 / tp,
         f"prefill activations {arm.weights}": activations(shape, tokens),
     }
     if arm.fp8:

@@ -1,6 +1,7 @@
 """``sgl-fp8rl plan`` from its arguments to what it prints."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from sgl_fp8rl import cli
 from sgl_fp8rl.plan import gains, memory, prediction, schedule, shape, speed
 from sgl_fp8rl.plan.unmeasured import EXPERTS, unmeasured
 from sgl_fp8rl.plan.workload import Request, Workload, lognormal
+from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
 
 QWEN = shape.of(models.config(models.MODELS["qwen3-8b"]))
 MOE = shape.of(models.config(models.MODELS["qwen3-30b-a3b"]))
@@ -45,6 +47,9 @@ def test_the_fastest_way_comes_first(model: str, capsys: pytest.CaptureFixture[s
     for said in ("--quantization fp8rl --kv-cache-dtype fp8_e4m3", "An RL step", "NVIDIA H200"):
         assert said in printed
     assert "2 engines" in printed and "Not measured" not in printed
+    assert re.search(
+        r"An INT8 KV cache \(.*--fp8rl-kv-cache int8\).*: (0\.9\d|1\.00) times", printed
+    )
     plan(model, "--samples", "64", "--train-s", "30")
     assert "ms bucket, by a line through Qwen3-8B and Qwen3-30B-A3B. An RL step" in (
         capsys.readouterr().out
@@ -82,7 +87,7 @@ def test_flags_are_those_of_sglang() -> None:
     known = {name for action in parser._actions for name in action.option_strings}
     ours = "--mem-fraction-static --chunked-prefill-size --cuda-graph-max-bs-decode"
     flags = " ".join([ours, "--tp-size --ep-size", *(arm.flags for arm in speed.ARMS)]).split()
-    assert {flag for flag in flags if flag.startswith("--")} <= known
+    assert {flag for flag in flags if flag.startswith("--")} <= known | {"--fp8rl-kv-cache"}
 
 
 def test_engines_have_the_fastest_size() -> None:
@@ -104,7 +109,7 @@ def test_a_larger_engine_must_save_more_than_communication_takes() -> None:
         outcome = schedule.Outcome(seconds, 0, 0, 0, 1, 1, 0, 1)
         return prediction.Prediction(arm, tp, 1, 1, 0.9, 1, outcome, 1)
 
-    stock, *_, ours = speed.ARMS
+    stock, *_, ours, _ = speed.ARMS
     for tp, seconds, is_better in ((2, 0.81, False), (2, 0.79, True), (8, 0.52, False)):
         small, large = told(ours, 1, 1.0), told(ours, tp, seconds)
         assert prediction.best_of_arms([small, large]) == [large if is_better else small]
@@ -118,7 +123,7 @@ def test_ratios_are_of_engines_of_one_size() -> None:
     cluster = prediction.Cluster(H200, gpus=8)
     found = prediction.predictions(LARGE, asked, cluster)
     said = [gains.lines(LARGE, asked, cluster, found, tp) for tp in (2, 4)]
-    assert [len(each) for each in said] == [2, 3]
+    assert [len(each) for each in said] == [3, 4]
     seconds = {(each.arm.name, each.tp): each.outcome.seconds for each in found}
     ratio = seconds["stock-bf16", 4] / seconds["fp8rl", 4]
     assert f"{ratio:.2f} times as fast as stock-bf16 at TP 4" in said[1][0]
@@ -129,7 +134,7 @@ def test_batches_that_gain_too_little_are_told() -> None:
     asked = Workload([Request(4000, 1, 1)])
     cluster = prediction.Cluster(H200)
     found = prediction.predictions(QWEN, asked, cluster)
-    weights, cache, _ = gains.lines(QWEN, asked, cluster, found, 1)
+    weights, cache, *_ = gains.lines(QWEN, asked, cluster, found, 1)
     assert "with 1 to 512 sequences of 4000 tokens" in weights
     assert "with 8 to 1024 sequences of 4000 tokens" in cache
 
@@ -215,14 +220,14 @@ def test_a_trainer_beside_the_engine_leaves_room_for_activations() -> None:
 
 def test_a_head_that_ranks_share_is_read_by_each() -> None:
     few = replace(QWEN, kv_heads=4)
-    held = [few.kv_token_bytes(True, tp) for tp in (1, 4, 8)]
+    held = [few.kv_token_bytes(E4M3, tp) for tp in (1, 4, 8)]
     assert [held[0] / each for each in held] == [1, 4, 4]
 
 
 def test_a_trainer_beside_the_engine_takes_from_the_kv_cache() -> None:
     arm = speed.ARMS[-1]
     free = [memory.kv_tokens(H200, QWEN, arm, 1, reserved, 0.8) for reserved in (0.0, 40e9)]
-    assert free[0] - free[1] == pytest.approx(0.8 * 40e9 / QWEN.kv_token_bytes(True), rel=1e-3)
+    assert free[0] - free[1] == pytest.approx(0.8 * 40e9 / QWEN.kv_token_bytes(INT8), rel=1e-3)
 
 
 def test_what_lies_outside_of_the_measurements_is_said() -> None:

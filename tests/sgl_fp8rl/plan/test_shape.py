@@ -10,8 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engines import models, traffic
 from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.ops.kv import STATS
+from sgl_fp8rl.ops.kv_int8 import store_kv_int8
+from sgl_fp8rl.ops.paged_decode import pack_token_scales
 from sgl_fp8rl.plan import shape
-from sgl_fp8rl.plan.shape import UnknownModelError
+from sgl_fp8rl.plan.shape import BF16, UnknownModelError
+from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
 
 SMALL: dict[str, Any] = {
     "hidden_size": 256,
@@ -45,7 +49,7 @@ def test_weights_are_those_of_transformers(family: str, tied: bool) -> None:
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     found = shape.of(config.to_dict())
     assert found.weight_bytes(fp8=False) == 2 * matrices
-    assert found.kv_token_bytes(fp8=False) == 2 * 2 * 3 * 2 * 64
+    assert found.kv_token_bytes(BF16) == 2 * 2 * 3 * 2 * 64
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -62,8 +66,25 @@ def test_bytes_are_those_of_the_benchmarks(name: str, tokens: int) -> None:
         layer = (found.linear_weights + experts) * shape.element_bytes(fp8)
         mine = found.layers * layer + 2 * found.head_weights
         assert mine == pytest.approx(read, rel=ROUTERS if found.experts else NORMS)
-        cache = "fp8_e4m3" if fp8 else "auto"
-        assert found.kv_token_bytes(fp8) == traffic.kv_token_bytes(of, cache)
+        cache, ours = ("fp8_e4m3", E4M3) if fp8 else ("auto", BF16)
+        assert found.kv_token_bytes(ours) == traffic.kv_token_bytes(of, cache)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_of_int8_are_those_of_the_store(name: str, tp: int) -> None:
+    """Codes, and the scales of K and V in one word, of each token and head of a rank."""
+    found = shape.of(models.config(models.MODELS[name]))
+    heads, dim, slots = found.kv_heads // tp, found.head_dim, 3
+    k, v = torch.zeros((2, slots, heads, dim), dtype=torch.bfloat16).unbind()
+    caches = [torch.zeros((slots, heads, dim), dtype=torch.int8) for _ in range(2)]
+    scales = pack_token_scales(*torch.ones(2, slots, heads).unbind())
+    counts = torch.zeros(STATS, dtype=torch.int64)
+    store_kv_int8(k, v, torch.arange(slots), *caches, scales, counts, read_back=False)
+    held = sum(x.numel() * x.element_size() for x in (*caches, scales))
+    assert found.kv_token_bytes(INT8, tp) * slots == found.layers * held
+    share = 1 + 2 / dim
+    assert found.kv_token_bytes(INT8, tp) == pytest.approx(share * found.kv_token_bytes(E4M3, tp))
 
 
 @pytest.mark.parametrize(
