@@ -21,6 +21,7 @@ from benchmarks.engines.keywords import (
     NO_MULTICAST,
     OURS,
     OURS_BF16,
+    OURS_INT8,
     OURS_KV8,
     PREFILL_GRAPHS,
     STOCK_DEFAULTS,
@@ -68,6 +69,7 @@ ARMS = (
     Arm("stock-block-fp8-kv8-xqa", STOCK_FP8_XQA),
     Arm("fp8rl", OURS),
     Arm("fp8rl-kv8", OURS_KV8),
+    Arm("fp8rl-kv8-int8", OURS_INT8),
     # what one piece gives, everything else being equal
     Arm("stock-bf16-defaults", STOCK_DEFAULTS, by_default=False),
     Arm("stock-block-fp8-kv8-xqa-graphs", {**STOCK_FP8_XQA, **PREFILL_GRAPHS}, by_default=False),

@@ -5,7 +5,7 @@ scales are read from their bytes by NumPy, and pages are walked one by one. Shap
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -87,6 +87,15 @@ def draw(case: Case, device: str, seed: int = 0) -> Step:
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     q = q.half() if case.int8 else q.bfloat16()
     return Step(q, codes, Pages(table, case.page, lengths), case.dim**-0.5)
+
+
+def with_powers_of_two(step: Step) -> Step:
+    """As engines have scales by default: others round values in BF16."""
+    codes = step.codes
+    if codes.k_scale_H is None or codes.v_scale_H is None:
+        return step
+    k_scale_H, v_scale_H = (x_H.log2().ceil().exp2() for x_H in (codes.k_scale_H, codes.v_scale_H))
+    return replace(step, codes=replace(codes, k_scale_H=k_scale_H, v_scale_H=v_scale_H))
 
 
 def exact(step: Step, window: int | None = None) -> Tensor:

@@ -66,6 +66,7 @@ ONLINE_FP8: Keywords = {"quantization": "fp8"}
 OURS: Keywords = {"quantization": "fp8rl", "fp8rl_bucket_bytes": 256 << 20}
 # no attention backend is named: the plugin chooses what serves an FP8 KV cache
 OURS_KV8: Keywords = {**OURS, **KV8}
+OURS_INT8: Keywords = {**OURS, "fp8rl_kv_cache": "int8"}
 ALL_LAYERS = ("re:.*",)
 # our kernels without FP8
 OURS_BF16: Keywords = {**OURS, "fp8rl_ignored_layers": ALL_LAYERS}
@@ -79,6 +80,12 @@ def is_stock(keywords: Keywords) -> bool:
 def quantizes_itself(keywords: Keywords) -> bool:
     """Whether stock SGLang makes its codes of what it loads, and cannot be sent others."""
     return keywords.get("quantization") == "fp8" and "json_model_override_args" not in keywords
+
+
+def kv_format(keywords: Keywords) -> str:
+    """Of the KV cache, as in ``traffic.KV``."""
+    default = "bf16" if keywords.get("kv_cache_dtype", "auto") == "auto" else "e4m3"
+    return str(keywords.get("fp8rl_kv_cache", default))
 
 
 def weight_format(keywords: Keywords) -> str:

@@ -15,6 +15,7 @@ from benchmarks.engines import kv_weights, models, stock_push, traffic
 from benchmarks.engines.keywords import (
     Keywords,
     is_stock,
+    kv_format,
     quantizes_itself,
     weight_format,
 )
@@ -198,12 +199,12 @@ def capacity(keywords: Keywords, shape: models.Shape, free: int) -> float:
     """
     held = traffic.payload_bytes(models.parameters(shape), weight_format(keywords))
     static = float(keywords["mem_fraction_static"] * free * keywords.get("tp_size", 1))
-    return (static - held) / traffic.kv_token_bytes(shape, keywords.get("kv_cache_dtype", "auto"))
+    return (static - held) / traffic.kv_token_bytes(shape, kv_format(keywords))
 
 
 def decode_floor_ms(keywords: Keywords, shape: models.Shape, load: Load, copy_tb_s: float) -> float:
     """Least time of a step: the weights and the KV cache, read once at the bandwidth of a copy."""
-    token = traffic.kv_token_bytes(shape, keywords.get("kv_cache_dtype", "auto"))
+    token = traffic.kv_token_bytes(shape, kv_format(keywords))
     weights = traffic.step_weight_bytes(
         models.parameters(shape), weight_format(keywords), shape.experts_read(load.batch)
     )

@@ -7,8 +7,8 @@ from benchmarks.engines.models import Parameter, Shape
 
 BLOCK = 128
 BF16, FP8, SCALE = 2, 1, 4  # bytes
-KV = {"auto": BF16, "fp8_e4m3": FP8}
-"""Bytes of an element of the KV cache, by SGLang's ``kv_cache_dtype``."""
+KV = {"bf16": (BF16, 0), "e4m3": (FP8, 0), "int8": (1, SCALE)}
+"""By format of the KV cache: bytes of an element, and of the scales of a token and head."""
 
 
 def bf16_bytes(parameters: Iterable[Parameter]) -> int:
@@ -37,9 +37,10 @@ def update_traffic(
     return payload_bytes(parameters, source) + through + payload_bytes(parameters, target)
 
 
-def kv_token_bytes(shape: Shape, kv_cache_dtype: str) -> int:
+def kv_token_bytes(shape: Shape, kv_format: str) -> int:
     """K and V of one token in all layers."""
-    return KV[kv_cache_dtype] * 2 * shape.layers * shape.kv_heads * shape.head_dim
+    element, scales = KV[kv_format]
+    return shape.layers * shape.kv_heads * (2 * element * shape.head_dim + scales)
 
 
 def step_weight_bytes(parameters: Iterable[Parameter], form: str, experts_read: float) -> float:

@@ -10,7 +10,8 @@ ATTENTION_BACKENDS = {
     "trtllm_mha": f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend",
 }
 """Class by SGLang's name of the backend."""
-FROM_SOURCE = frozenset({ATTENTION_BACKENDS["fa3"]})
+_FA3_METADATA = f"{_ATTENTION}.flashattention_backend.FlashAttentionMetadata"
+FROM_SOURCE = frozenset({ATTENTION_BACKENDS["fa3"], _FA3_METADATA})
 """Classes that cannot be imported without a GPU: ``check_attributes`` reads their source."""
 _PLANNER = f"{_ATTENTION}.flashinfer_backend.FlashInferIndicesUpdaterDecode"
 _MLA_PLANNER = f"{_ATTENTION}.flashinfer_mla_backend.FlashInferMLAIndicesUpdaterDecode"
@@ -34,7 +35,7 @@ ATTRIBUTES: dict[str, str] = {
     ATTENTION_BACKENDS["fa3"]: (
         "forward_extend forward_metadata num_splits page_size token_to_kv_pool"
     ),
-    f"{_ATTENTION}.flashattention_backend.FlashAttentionMetadata": "page_table",
+    _FA3_METADATA: "page_table",
     ATTENTION_BACKENDS["trtllm_mha"]: (
         "_get_layer_page_table forward_decode forward_metadata page_size token_to_kv_pool"
     ),

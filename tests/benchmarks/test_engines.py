@@ -56,8 +56,8 @@ def test_the_plugin_serves_every_fp8_kv_cache_of_ours() -> None:
         if "kv_cache_dtype" in given and not stock:
             chosen = given | backends.choose(given, (9, 0))
             assert [chosen[argument] for argument in backends.ARGUMENTS] == [
-                "flashinfer",
-                "flashinfer",
+                given.get("prefill_attention_backend", "fa3"),
+                given.get("prefill_attention_backend", "fa3"),
                 "trtllm_mha",
                 64,
             ], name

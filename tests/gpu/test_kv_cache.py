@@ -242,7 +242,14 @@ def test_decode_is_as_near_to_prefill_as_its_kernel_allows(
             lost_int8 = distance(score(third, whole), score(other, whole))
             update(server, world.policy, None)
             lost_e4m3 = distance(score(server, whole), score(other, whole))
-    found = {"bf16": bf16, "int8": int8, "lost": (lost_int8, lost_e4m3), "calibrated": calibrated, "clipped": clipped, "control": control}
+    found = {
+        "bf16": bf16,
+        "int8": int8,
+        "lost": (lost_int8, lost_e4m3),
+        "calibrated": calibrated,
+        "clipped": clipped,
+        "control": control,
+    }
     record_property("decode to prefill", found)
     assert bf16 > 0
     assert calibrated <= FACTOR * bf16, found

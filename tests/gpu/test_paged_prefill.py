@@ -13,8 +13,7 @@ from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv import prefill as benchmark
 from sgl_fp8rl.engine.kv_prefill import fa3
 from sgl_fp8rl.ops.paged_prefill import WORKSPACE_BYTES, Workspace, attend
-from tests.attention_oracle import Case, Step, draw, errors, exact
-from tests.sgl_fp8rl.ops.test_paged_prefill import with_powers_of_two
+from tests.attention_oracle import Case, Step, draw, errors, exact, with_powers_of_two
 
 ERROR, BIAS = 5e-3, 1e-3
 """Relative, of all outputs. FA3 rounds P and out to 16 bits."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sgl_fp8rl.ops import paged_prefill
 from sgl_fp8rl.ops.paged_prefill import Workspace, attend, reference
-from tests.attention_oracle import Case, Step, draw, errors, exact
+from tests.attention_oracle import Case, Step, draw, errors, exact, with_powers_of_two
 
 ERROR = 5e-3
 """Relative. Healthy: 2.3e-3 in BF16, 4e-4 in FP16: values and out are rounded to them."""
@@ -35,15 +35,6 @@ def prefill(
     workspace.plan(pages.lengths_B, extends, case.lengths, pages.table_BP, pages.size)
     out = attend(q_NQD, step.codes, workspace, reference(step.scale, case.window))
     return out, exact(step, case.window)[rows], workspace
-
-
-def with_powers_of_two(step: Step) -> Step:
-    """As engines have scales by default: others round values in BF16."""
-    codes = step.codes
-    if codes.k_scale_H is None or codes.v_scale_H is None:
-        return step
-    k_scale_H, v_scale_H = (x_H.log2().ceil().exp2() for x_H in (codes.k_scale_H, codes.v_scale_H))
-    return replace(step, codes=replace(codes, k_scale_H=k_scale_H, v_scale_H=v_scale_H))
 
 
 @given(

@@ -66,8 +66,8 @@ def test_bytes_are_those_of_the_benchmarks(name: str, tokens: int) -> None:
         layer = (found.linear_weights + experts) * shape.element_bytes(fp8)
         mine = found.layers * layer + 2 * found.head_weights
         assert mine == pytest.approx(read, rel=ROUTERS if found.experts else NORMS)
-        cache, ours = ("fp8_e4m3", E4M3) if fp8 else ("auto", BF16)
-        assert found.kv_token_bytes(ours) == traffic.kv_token_bytes(of, cache)
+    for cache in (BF16, E4M3, INT8):
+        assert found.kv_token_bytes(cache) == traffic.kv_token_bytes(of, cache)
 
 
 @pytest.mark.parametrize("name", models.MODELS)
