@@ -207,9 +207,9 @@ def paged_decode(call: Call) -> torch.Tensor:
         RuntimeError: the kernel lacks a feature of the layer.
     """
     mine, backend, layer = call.mine, call.backend, call.layer
-    if layer.logit_cap or call.kwargs.get("sinks") is not None:
+    if call.kwargs.get("sinks") is not None:
         raise RuntimeError(
-            "decode over an FP8 KV cache has neither logit caps nor attention sinks; use "
+            "decode over an FP8 KV cache has no attention sinks; use "
             "--decode-attention-backend flashinfer"
         )
     call.store()
@@ -223,28 +223,24 @@ def paged_decode(call: Call) -> torch.Tensor:
     lengths_B = backend.forward_metadata.cache_seqlens_int32
     table_BP = backend._get_layer_page_table(layer, call.forward_batch)
     pages = Pages(table_BP, backend.page_size, lengths_B)
-    out = _paged_attention(q, codes, pages, layer.scaling, _window(layer), mine)
+    out = _paged_attention(q, codes, pages, layer, mine)
     return out.to(dtype).view(-1, layer.tp_q_head_num * layer.head_dim)
 
 
 def _paged_attention(
-    q_NQD: torch.Tensor,
-    codes: Codes,
-    pages: Pages,
-    scaling: float,
-    window: int | None,
-    mine: LayerKV,
+    q_NQD: torch.Tensor, codes: Codes, pages: Pages, layer: Any, mine: LayerKV
 ) -> torch.Tensor:
     workspace = mine.scales.workspace
+    kind = layer.scaling, _window(layer), layer.logit_cap or 0.0
     if workspace is None:  # a CPU
-        return attend(q_NQD, codes, pages, scaling, window)
+        return attend(q_NQD, codes, pages, *kind)
     from sgl_fp8rl.ops.paged_decode_cuda import attend as attend_on_gpu
 
     # with the first layer of a step, in a captured graph, too; or where two batches take turns
     if mine.layer_index == 0 or workspace.planned is not pages.lengths_B:
         workspace.plan(pages.lengths_B)
     q = q_NQD.to(torch.float16 if codes.token_scales_HS is not None else torch.bfloat16)
-    return attend_on_gpu(q, codes, pages, workspace, scaling, window)
+    return attend_on_gpu(q, codes, pages, workspace, *kind)
 
 
 def _times_heads(

@@ -11,8 +11,8 @@
 // and g + 8 of K and four tokens of V, as words of 4 codes. Which head dims make a step of the product is free, so a
 // lane's words are contiguous in memory.
 //
-// paged_decode_cuda.py compiles it with D (head size), COLUMN_TILES (columns / 8), INT8 (0 or 1), TILE (tokens that a
-// warp takes at once), STAGES (tiles that it holds), SPLIT, WARPS and BLOCKS_OF_SM.
+// paged_decode_cuda.py compiles it with D (head size), COLUMN_TILES (columns / 8), INT8 and CAPPED (0 or 1), TILE (tokens
+// that a warp takes at once), STAGES (tiles that it holds), SPLIT, WARPS and BLOCKS_OF_SM.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -40,16 +40,17 @@ struct Parameters {
   float *split_sums; float2 *split_stats;                       // [splits, KV heads, columns, D]; maximum and sum of P
   u16 *out;                                                     // BF16, contiguous, of q's shape
   int sequences, heads, group, queries, window;                 // tokens before its own that a query sees
-  float scale_log2;                                             // softmax scale / ln 2
+  float scale_log2;                                             // softmax scale / ln 2; CAPPED: times 2 / cap
+  float cap_log2;                                               // CAPPED: cap / ln 2
 };
 #define PARAMETERS                                                                                                     \
   const u16 *q, i64 q_stride, const unsigned char *k, const unsigned char *v, i64 slot_stride, const float *k_scale,   \
       const float *v_scale, const u32 *token_scales, i64 token_scales_stride, const int *pages, i64 pages_stride,      \
       int page_log2, const int4 *work, const int *first, float *split_sums, float2 *split_stats, u16 *out,             \
-      int sequences, int heads, int group, int queries, int window, float scale_log2
+      int sequences, int heads, int group, int queries, int window, float scale_log2, float cap_log2
 #define GIVEN                                                                                                          \
   {q, q_stride, k, v, slot_stride, k_scale, v_scale, token_scales, token_scales_stride, pages, pages_stride,           \
-   page_log2, work, first, split_sums, split_stats, out, sequences, heads, group, queries, window, scale_log2}
+   page_log2, work, first, split_sums, split_stats, out, sequences, heads, group, queries, window, scale_log2, cap_log2}
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 template <int BYTES> __device__ __forceinline__ void copy_async(u32 to, const void *from, bool on) {
@@ -83,6 +84,7 @@ __device__ __forceinline__ float from_q(u32 bits) {
   float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((u16)bits)); return r;
 }
 __device__ __forceinline__ float exp2_of(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+__device__ __forceinline__ float inverse_of(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 __device__ __forceinline__ float log2_of(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 __device__ __forceinline__ void init_barrier(u64 *b, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count)); }
 __device__ __forceinline__ void arrive(u64 *b) { asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(shared_address(b)) : "memory"); }
@@ -314,7 +316,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
           for (int i = 0; i < 2; i++) {
             float &x = s[r / 2][c][r % 2 * 2 + i];
             x *= q_scale[c][i];
-            if (INT8) x = fmaf(x, k_of[r], v_log2[r]);  // P carries V's scale
+            if (CAPPED) {  // tanh(y) = 1 - 2 / (1 + exp(2 y)); tanh.approx would be off by 0.02 at a cap of 50
+              if (INT8) x *= k_of[r];
+              x = fmaf(-2.f * cap_log2, inverse_of(1.f + exp2_of(x)), cap_log2);
+              if (INT8) x += v_log2[r];
+            } else if (INT8) x = fmaf(x, k_of[r], v_log2[r]);  // P carries V's scale
             const int at = token + g + 8 * r;
             if (!all_seen && (at >= min(end, limit[c][i]) || at < limit[c][i] - 1 - window)) x = NONE;
             highest[i] = fmaxf(highest[i], x);

@@ -71,7 +71,12 @@ def pack_token_scales(k_scale_SH: torch.Tensor, v_scale_SH: torch.Tensor) -> tor
 
 
 def attend(
-    q_NQD: torch.Tensor, codes: Codes, pages: Pages, scale: float, window: int | None = None
+    q_NQD: torch.Tensor,
+    codes: Codes,
+    pages: Pages,
+    scale: float,
+    window: int | None = None,
+    logit_cap: float = 0.0,
 ) -> torch.Tensor:
     """``softmax(scale * q k^T) v`` of the last tokens of each sequence, FP32 ``[N, Q, D]``.
 
@@ -80,6 +85,7 @@ def attend(
     Args:
         q_NQD: the same number of tokens for each sequence. Each attends to those up to itself.
         window: and to no more than so many before it; None for all.
+        logit_cap: scores become ``cap * tanh(score / cap)``; 0 for none.
     """
     out_NQD = torch.empty(q_NQD.shape, dtype=torch.float32, device=q_NQD.device)
     queries = len(q_NQD) // len(pages.lengths_B)
@@ -88,6 +94,8 @@ def attend(
         rows = slice(sequence * queries, (sequence + 1) * queries)
         q_nHGD = q_NQD[rows].float().unflatten(1, (k_THD.shape[1], -1))
         scores = torch.einsum("nhgd,thd->nhgt", q_nHGD, k_THD) * scale
+        if logit_cap:
+            scores = logit_cap * (scores / logit_cap).tanh()
         last_n = torch.arange(len(k_THD) - queries, len(k_THD), device=q_NQD.device)
         at_T = torch.arange(len(k_THD), device=q_NQD.device)
         hidden_nT = at_T > last_n[:, None]

@@ -39,6 +39,7 @@ class Workspace:
         tokens: of the whole cache.
         sequences: of the largest step.
         columns: query heads of a KV head times query tokens of a sequence.
+        is_capped: its layers cap their logits.
 
     Raises:
         ValueError: no kernel has this shape.
@@ -54,14 +55,15 @@ class Workspace:
         device: torch.device,
         *,
         is_int8: bool = False,
+        is_capped: bool = False,
     ) -> None:
         check_shape(dim, columns)
         check_installed()
-        self.columns = columns
+        self.columns, self.is_capped = columns, is_capped
         self.planned: torch.Tensor | None = None
         """The lengths that the plan is of."""
         # compiled here, never while a graph is captured
-        self.kernels = _kernels(device, dim, -(-columns // _COLUMNS_OF_TILE), is_int8)
+        self.kernels = _kernels(device, dim, -(-columns // _COLUMNS_OF_TILE), is_int8, is_capped)
         splits = tokens // SPLIT + sequences  # a plan that needs more takes longer ones
         self.work = torch.zeros(splits, 4, dtype=torch.int32, device=device)
         self.first = torch.zeros(sequences + 2, dtype=torch.int32, device=device)
@@ -99,6 +101,7 @@ def attend(
     workspace: Workspace,
     scale: float,
     window: int | None = None,
+    logit_cap: float = 0.0,
 ) -> torch.Tensor:
     """``softmax(scale * q k^T) v`` of the last tokens of each sequence, BF16 ``[N, Q, D]``.
 
@@ -108,6 +111,7 @@ def attend(
         q_NQD: BF16, over INT8 FP16 (``kv_int8.rotate_queries``), the same number of tokens for
             each sequence, of which each has at least so many.
         window: a token sees so many before it; None for all.
+        logit_cap: scores become ``cap * tanh(score / cap)``; 0 for none.
 
     Raises:
         ValueError: the workspace is not for this shape.
@@ -129,6 +133,11 @@ def attend(
         raise ValueError(
             f"a decode step has {columns} query heads and tokens a KV head, more than the "
             f"{workspace.columns} that its workspace was made for"
+        )
+    if bool(logit_cap) != workspace.is_capped:
+        raise ValueError(
+            f"a decode step caps its logits at {logit_cap}, and its workspace was made with "
+            f"is_capped={workspace.is_capped}; make one with the other"
         )
     out = torch.empty(q_NQD.shape, dtype=torch.bfloat16, device=q_NQD.device)
     arguments = (
@@ -154,7 +163,8 @@ def attend(
         np.int32(group),
         np.int32(queries),
         np.int32(_EVERYTHING if window is None else window),
-        np.float32(scale * _LOG2_E),
+        np.float32(scale * _LOG2_E * (2 / logit_cap if logit_cap else 1)),
+        np.float32(logit_cap * _LOG2_E),
     )
     shared = kernels.stage_bytes + 2 * _WARPS * columns * (dim + 6) * 4
     blocks = kernels.decode.occupancy.max_active_blocks_per_multiprocessor(_THREADS, shared)
@@ -208,7 +218,9 @@ class _Kernels:
 
 
 @cache
-def _kernels(device: torch.device, dim: int, column_tiles: int, is_int8: bool) -> _Kernels:
+def _kernels(
+    device: torch.device, dim: int, column_tiles: int, is_int8: bool, is_capped: bool
+) -> _Kernels:
     """Compile for a device: some seconds."""
     from cuda.bindings import driver
     from cuda.core import Device, Program, ProgramOptions
@@ -219,7 +231,7 @@ def _kernels(device: torch.device, dim: int, column_tiles: int, is_int8: bool) -
     options = ProgramOptions(
         arch=f"sm_{here.arch}",
         std="c++17",
-        define_macro=macros(dim, column_tiles, is_int8),
+        define_macro=macros(dim, column_tiles, is_int8, is_capped),
     )
     code = Program(SOURCE.read_text(), "c++", options).compile("cubin")
     decode, merge, plan = (code.get_kernel(name) for name in ("decode", "merge_splits", "plan"))
@@ -236,13 +248,14 @@ def _kernels(device: torch.device, dim: int, column_tiles: int, is_int8: bool) -
     return _Kernels(decode, merge, plan, here.properties.multiprocessor_count, stage_bytes)
 
 
-def macros(dim: int, column_tiles: int, is_int8: bool) -> list[tuple[str, str]]:
+def macros(dim: int, column_tiles: int, is_int8: bool, is_capped: bool) -> list[tuple[str, str]]:
     """What the source is compiled with."""
     tile, stages = _tile_and_stages(dim)
     values = {
         "D": dim,
         "COLUMN_TILES": column_tiles,
         "INT8": int(is_int8),
+        "CAPPED": int(is_capped),
         "TILE": tile,
         "STAGES": stages,
         "SPLIT": SPLIT,

@@ -45,6 +45,12 @@ WINDOWS = [
     for window in (0, 127, 1500, 20000)
     for queries in (1, 2)
 ]
+CAPS = [
+    Case(UNEQUAL, heads=2, dim=dim, cap=cap, int8=int8)
+    for dim in (64, 128, 256)
+    for cap in (30.0, 50.0)
+    for int8 in (False, True)
+] + [Case((8, 1026, 5000), heads=2, group=2, queries=8, window=1500, cap=50.0)]
 
 
 def attention(step: Step, window: int | None = None) -> torch.Tensor:
@@ -52,11 +58,20 @@ def attention(step: Step, window: int | None = None) -> torch.Tensor:
     slots, heads, dim = step.codes.k_SHD.shape
     columns = query_heads // heads * (len(step.q_NQD) // sequences)
     is_int8 = step.codes.token_scales_HS is not None
-    workspace = Workspace(slots, sequences, heads, columns, dim, step.q_NQD.device, is_int8=is_int8)
+    workspace = Workspace(
+        slots,
+        sequences,
+        heads,
+        columns,
+        dim,
+        step.q_NQD.device,
+        is_int8=is_int8,
+        is_capped=bool(step.cap),
+    )
     for scratch in (workspace.sums, workspace.stats):
         scratch.fill_(torch.nan)
     workspace.plan(step.pages.lengths_B)
-    return attend(step.q_NQD, step.codes, step.pages, workspace, step.scale, window)
+    return attend(step.q_NQD, step.codes, step.pages, workspace, step.scale, window, step.cap)
 
 
 def alone(step: Step, sequence: int, query: int, queries: int) -> Step:
@@ -68,7 +83,9 @@ def alone(step: Step, sequence: int, query: int, queries: int) -> Step:
     return replace(step, q_NQD=step.q_NQD[at : at + 1], pages=mine)
 
 
-@pytest.mark.parametrize("case", [*LONG, *SHAPES, *SEVERAL, *WINDOWS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*LONG, *SHAPES, *SEVERAL, *WINDOWS, *CAPS], ids=lambda case: case.name
+)
 def test_attention_over_codes(case: Case, record_property: Callable[[str, object], None]) -> None:
     step = draw(case, "cuda")
     out = attention(step, case.window)
@@ -78,7 +95,9 @@ def test_attention_over_codes(case: Case, record_property: Callable[[str, object
     assert torch.equal(attention(step, case.window), out)
 
 
-@pytest.mark.parametrize("case", [*SHAPES[:8], *SEVERAL, *WINDOWS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*SHAPES[:8], *SEVERAL, *WINDOWS, *CAPS], ids=lambda case: case.name
+)
 def test_the_same_bits_alone(case: Case) -> None:
     step = draw(case, "cuda")
     out = attention(step, case.window)
@@ -104,6 +123,13 @@ def test_scales_that_are_wrong_are_seen() -> None:
         step.codes, k_SHD=step.codes.k_SHD.view(torch.uint8)[:, heads].view(torch.float8_e4m3fn)
     )
     assert errors(attention(replace(step, codes=swapped)), wanted)[0] > ERROR
+
+
+@pytest.mark.parametrize("case", CAPS, ids=lambda case: case.name)
+def test_a_cap_that_is_left_out_is_seen(case: Case) -> None:
+    step = draw(case, "cuda")
+    bare = attention(replace(step, cap=0.0), case.window)
+    assert errors(bare, exact(step, case.window))[0] > 2 * ERROR
 
 
 def test_sums_of_14_bits_are_seen() -> None:
