@@ -35,6 +35,8 @@ class Case:
     window: int | None = None
     cap: float = 0.0
     """Of logits, whose uncapped ones are normal and reach to some times as much; 0 for none."""
+    sink: float | None = None
+    """Mean of the query heads' sinks."""
 
     @property
     def name(self) -> str:
@@ -43,7 +45,8 @@ class Case:
         kind = "int8" if self.int8 else "e4m3"
         window = "" if self.window is None else f"-w{self.window}"
         cap = f"-c{self.cap:g}" if self.cap else ""
-        return f"{shape}-p{self.page}-{kind}-v{self.mean:g}-{self.softmax}{window}{cap}"
+        sink = "" if self.sink is None else f"-s{self.sink:g}"
+        return f"{shape}-p{self.page}-{kind}-v{self.mean:g}-{self.softmax}{window}{cap}{sink}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Step:
     pages: Pages
     scale: float
     cap: float = 0.0
+    sinks_Q: Tensor | None = None
+    """BF16."""
 
 
 def draw(case: Case, device: str, seed: int = 0) -> Step:
@@ -92,7 +97,9 @@ def draw(case: Case, device: str, seed: int = 0) -> Step:
         codes.k_SHD.view(torch.uint8)[unused] = codes.v_SHD.view(torch.uint8)[unused] = 0x7F
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     q = q.half() if case.int8 else q.bfloat16()
-    return Step(q, codes, Pages(table, case.page, lengths), case.dim**-0.5, case.cap)
+    pages = Pages(table, case.page, lengths)
+    sinks = None if case.sink is None else (normal(q.shape[1]) + case.sink).bfloat16()
+    return Step(q, codes, pages, case.dim**-0.5, case.cap, sinks)
 
 
 def exact(step: Step, window: int | None = None) -> Tensor:
@@ -116,8 +123,12 @@ def exact(step: Step, window: int | None = None) -> Tensor:
             scores = torch.matmul(row, k[begin:end].permute(1, 2, 0)) * step.scale
             if step.cap:
                 scores = step.cap * torch.tanh(scores / step.cap)
-            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-            weights /= weights.sum(-1, keepdim=True)
+            top = scores.amax(-1, keepdim=True)
+            weights = torch.exp(scores - top)
+            total = weights.sum(-1, keepdim=True)
+            if step.sinks_Q is not None:
+                total += torch.exp(step.sinks_Q.double().view(heads, -1, 1) - top)
+            weights /= total
             mixed = torch.matmul(weights, v[begin:end].transpose(0, 1))
             out[sequence * queries + query] = mixed.reshape(out.shape[1:])
     return out

@@ -202,16 +202,8 @@ def paged_decode(call: Call) -> torch.Tensor:
     """AROUND ``TRTLLMHAAttnBackend.forward_decode``: our kernel, by the backend's page tables.
 
     With the keyword ``fp8rl_q_is_ready`` q is what ``LayerKV.query`` returns (``kv_decode.py``).
-
-    Raises:
-        RuntimeError: the kernel lacks a feature of the layer.
     """
     mine, backend, layer = call.mine, call.backend, call.layer
-    if call.kwargs.get("sinks") is not None:
-        raise RuntimeError(
-            "decode over an FP8 KV cache has no attention sinks; use "
-            "--decode-attention-backend flashinfer"
-        )
     call.store()
     codes = mine.codes(call.caches)
     q = call.q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
@@ -223,15 +215,20 @@ def paged_decode(call: Call) -> torch.Tensor:
     lengths_B = backend.forward_metadata.cache_seqlens_int32
     table_BP = backend._get_layer_page_table(layer, call.forward_batch)
     pages = Pages(table_BP, backend.page_size, lengths_B)
-    out = _paged_attention(q, codes, pages, layer, mine)
+    out = _paged_attention(q, codes, pages, layer, call.kwargs.get("sinks"), mine)
     return out.to(dtype).view(-1, layer.tp_q_head_num * layer.head_dim)
 
 
 def _paged_attention(
-    q_NQD: torch.Tensor, codes: Codes, pages: Pages, layer: Any, mine: LayerKV
+    q_NQD: torch.Tensor,
+    codes: Codes,
+    pages: Pages,
+    layer: Any,
+    sinks_Q: torch.Tensor | None,
+    mine: LayerKV,
 ) -> torch.Tensor:
     workspace = mine.scales.workspace
-    kind = layer.scaling, _window(layer), layer.logit_cap or 0.0
+    kind = layer.scaling, _window(layer), layer.logit_cap or 0.0, sinks_Q
     if workspace is None:  # a CPU
         return attend(q_NQD, codes, pages, *kind)
     from sgl_fp8rl.ops.paged_decode_cuda import attend as attend_on_gpu

@@ -27,6 +27,7 @@ constexpr int SUM_ROW = D + 4;                                  // floats; shift
 constexpr int QUADS = D / 4;
 constexpr bool PREFETCH_Q = COLUMN_TILES * KW <= 12;            // it must fit in registers
 #define NONE __int_as_float(0xff800000)                         // minus infinity, a masked score
+constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;                                // a maximum of nothing
 constexpr float P_EXPONENT = 15.f;                              // P is at most 2^15, so that small ones are normal in FP16
 
@@ -42,15 +43,18 @@ struct Parameters {
   int sequences, heads, group, queries, window;                 // tokens before its own that a query sees
   float scale_log2;                                             // softmax scale / ln 2; CAPPED: times 2 / cap
   float cap_log2;                                               // CAPPED: cap / ln 2
+  const void *sinks; int sink_bytes;                            // null, or [query heads] in BF16 (2) or FP32 (4)
 };
 #define PARAMETERS                                                                                                     \
   const u16 *q, i64 q_stride, const unsigned char *k, const unsigned char *v, i64 slot_stride, const float *k_scale,   \
       const float *v_scale, const u32 *token_scales, i64 token_scales_stride, const int *pages, i64 pages_stride,      \
       int page_log2, const int4 *work, const int *first, float *split_sums, float2 *split_stats, u16 *out,             \
-      int sequences, int heads, int group, int queries, int window, float scale_log2, float cap_log2
+      int sequences, int heads, int group, int queries, int window, float scale_log2, float cap_log2,             \
+      const void *sinks, int sink_bytes
 #define GIVEN                                                                                                          \
   {q, q_stride, k, v, slot_stride, k_scale, v_scale, token_scales, token_scales_stride, pages, pages_stride,           \
-   page_log2, work, first, split_sums, split_stats, out, sequences, heads, group, queries, window, scale_log2, cap_log2}
+   page_log2, work, first, split_sums, split_stats, out, sequences, heads, group, queries, window, scale_log2, cap_log2, \
+   sinks, sink_bytes}
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 template <int BYTES> __device__ __forceinline__ void copy_async(u32 to, const void *from, bool on) {
@@ -133,9 +137,15 @@ struct Sum {
     const float f = exp2_of(stats.x - top);
     p = fmaf(stats.y, f, p); o.x = fmaf(x.x, f, o.x); o.y = fmaf(x.y, f, o.y); o.z = fmaf(x.z, f, o.z); o.w = fmaf(x.w, f, o.w);
   }
-  __device__ __forceinline__ void write(const Parameters &a, int sequence, int head, int column, int dim) const {
-    const float inverse = (INT8 ? 1.f : __ldg(a.v_scale + head)) / p;
-    const i64 row = (i64)(sequence * a.queries + column / a.group) * a.heads * a.group + head * a.group + column % a.group;
+  __device__ __forceinline__ void write(const Parameters &a, int sequence, int head, int column, int dim, float highest) const {
+    const int query_head = head * a.group + column % a.group;
+    float total = p;
+    if (a.sinks) {  // as a token without a V
+      const float sink = a.sink_bytes == 2 ? from_bf16(__ldg((const u16 *)a.sinks + query_head)) : __ldg((const float *)a.sinks + query_head);
+      total += exp2_of(fmaf(sink, LOG2_E, P_EXPONENT - highest));
+    }
+    const float inverse = (INT8 ? 1.f : __ldg(a.v_scale + head)) / total;
+    const i64 row = (i64)(sequence * a.queries + column / a.group) * a.heads * a.group + query_head;
     *(uint2 *)(a.out + row * D + dim) = make_uint2(bf16x2_of(o.x * inverse, o.y * inverse), bf16x2_of(o.z * inverse, o.w * inverse));
   }
 };
@@ -157,7 +167,7 @@ __device__ __forceinline__ void merge_warps(const Parameters &a, int items, int 
       for (int w = 0; w < WARPS; w++) s.top = fmaxf(s.top, stats[w * columns + column].x);
 #pragma unroll
       for (int w = 0; w < WARPS; w++) s.add(stats[w * columns + column], *(const float4 *)(sums + (w * columns + column) * SUM_ROW + dim));
-      if (work.w == 1) s.write(a, work.x, head, column, dim);
+      if (work.w == 1) s.write(a, work.x, head, column, dim, s.top);
       else { *(float4 *)(a.split_sums + (row + column) * D + dim) = s.o; if (dim == 0) a.split_stats[row + column] = make_float2(s.top, s.p); }
     }
     __syncwarp();
@@ -438,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32) merge_splits(PARA
       Sum all; all.top = 0;
 #pragma unroll
       for (int w = 0; w < MERGE_WARPS; w++) all.add(make_float2(0, totals[w]), sums[w][threadIdx.x]);
-      all.write(a, sequence, rest / columns, rest % columns, threadIdx.x * 4);
+      all.write(a, sequence, rest / columns, rest % columns, threadIdx.x * 4, top);
     }
     __syncthreads();
   }

@@ -77,6 +77,7 @@ def attend(
     scale: float,
     window: int | None = None,
     logit_cap: float = 0.0,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q k^T) v`` of the last tokens of each sequence, FP32 ``[N, Q, D]``.
 
@@ -86,6 +87,7 @@ def attend(
         q_NQD: the same number of tokens for each sequence. Each attends to those up to itself.
         window: and to no more than so many before it; None for all.
         logit_cap: scores become ``cap * tanh(score / cap)``; 0 for none.
+        sinks_Q: scores of a token more that every query sees, without a V.
     """
     out_NQD = torch.empty(q_NQD.shape, dtype=torch.float32, device=q_NQD.device)
     queries = len(q_NQD) // len(pages.lengths_B)
@@ -102,5 +104,9 @@ def attend(
         if window is not None:
             hidden_nT |= at_T < last_n[:, None] - window
         scores.masked_fill_(hidden_nT[:, None, None], -torch.inf)
-        out_NQD[rows] = torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), v_THD).flatten(1, 2)
+        if sinks_Q is not None:
+            sinks_HG1 = sinks_Q.float().view(*scores.shape[1:3], 1)
+            scores = torch.cat([scores, sinks_HG1.expand(queries, -1, -1, -1)], -1)
+        weights = scores.softmax(-1)[..., : len(k_THD)]
+        out_NQD[rows] = torch.einsum("nhgt,thd->nhgd", weights, v_THD).flatten(1, 2)
     return out_NQD

@@ -102,6 +102,7 @@ def attend(
     scale: float,
     window: int | None = None,
     logit_cap: float = 0.0,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q k^T) v`` of the last tokens of each sequence, BF16 ``[N, Q, D]``.
 
@@ -112,9 +113,10 @@ def attend(
             each sequence, of which each has at least so many.
         window: a token sees so many before it; None for all.
         logit_cap: scores become ``cap * tanh(score / cap)``; 0 for none.
+        sinks_Q: BF16 or FP32, scores of a token more that every query sees, without a V.
 
     Raises:
-        ValueError: the workspace is not for this shape.
+        ValueError: the workspace is not for this shape, or sinks are of another.
     """
     (n, query_heads, dim), heads = q_NQD.shape, codes.k_SHD.shape[1]
     sequences, group = len(pages.lengths_B), query_heads // heads
@@ -138,6 +140,15 @@ def attend(
         raise ValueError(
             f"a decode step caps its logits at {logit_cap}, and its workspace was made with "
             f"is_capped={workspace.is_capped}; make one with the other"
+        )
+    if sinks_Q is not None and (
+        sinks_Q.shape != (query_heads,)
+        or sinks_Q.dtype not in (torch.bfloat16, torch.float32)
+        or not sinks_Q.is_contiguous()
+    ):
+        raise ValueError(
+            f"a decode step of {query_heads} query heads has attention sinks {sinks_Q.dtype} "
+            f"{list(sinks_Q.shape)}; pass one for each head, contiguous, in BF16 or FP32"
         )
     out = torch.empty(q_NQD.shape, dtype=torch.bfloat16, device=q_NQD.device)
     arguments = (
@@ -165,6 +176,8 @@ def attend(
         np.int32(_EVERYTHING if window is None else window),
         np.float32(scale * _LOG2_E * (2 / logit_cap if logit_cap else 1)),
         np.float32(logit_cap * _LOG2_E),
+        sinks_Q,
+        np.int32(0 if sinks_Q is None else sinks_Q.element_size()),
     )
     shared = kernels.stage_bytes + 2 * _WARPS * columns * (dim + 6) * 4
     blocks = kernels.decode.occupancy.max_active_blocks_per_multiprocessor(_THREADS, shared)

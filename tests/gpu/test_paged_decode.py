@@ -51,6 +51,13 @@ CAPS = [
     for cap in (30.0, 50.0)
     for int8 in (False, True)
 ] + [Case((8, 1026, 5000), heads=2, group=2, queries=8, window=1500, cap=50.0)]
+SINKS = [
+    Case(UNEQUAL, heads=2, dim=dim, sink=sink, int8=int8)
+    for dim in (64, 128, 256)
+    for sink in (-2.0, 4.0, 12.0)
+    for int8 in (False, True)
+] + [Case((8, 1026, 5000), heads=2, group=2, queries=8, window=1500, sink=4.0, cap=50.0)]
+"""Below the largest score of a query, near it, and above."""
 
 
 def attention(step: Step, window: int | None = None) -> torch.Tensor:
@@ -71,7 +78,8 @@ def attention(step: Step, window: int | None = None) -> torch.Tensor:
     for scratch in (workspace.sums, workspace.stats):
         scratch.fill_(torch.nan)
     workspace.plan(step.pages.lengths_B)
-    return attend(step.q_NQD, step.codes, step.pages, workspace, step.scale, window, step.cap)
+    given = step.q_NQD, step.codes, step.pages, workspace, step.scale
+    return attend(*given, window, step.cap, step.sinks_Q)
 
 
 def alone(step: Step, sequence: int, query: int, queries: int) -> Step:
@@ -84,7 +92,9 @@ def alone(step: Step, sequence: int, query: int, queries: int) -> Step:
 
 
 @pytest.mark.parametrize(
-    "case", [*LONG, *SHAPES, *SEVERAL, *WINDOWS, *CAPS], ids=lambda case: case.name
+    "case",
+    [*LONG, *SHAPES, *SEVERAL, *WINDOWS, *CAPS, *SINKS],
+    ids=lambda case: case.name,
 )
 def test_attention_over_codes(case: Case, record_property: Callable[[str, object], None]) -> None:
     step = draw(case, "cuda")
@@ -96,7 +106,9 @@ def test_attention_over_codes(case: Case, record_property: Callable[[str, object
 
 
 @pytest.mark.parametrize(
-    "case", [*SHAPES[:8], *SEVERAL, *WINDOWS, *CAPS], ids=lambda case: case.name
+    "case",
+    [*SHAPES[:8], *SEVERAL, *WINDOWS, *CAPS, *SINKS],
+    ids=lambda case: case.name,
 )
 def test_the_same_bits_alone(case: Case) -> None:
     step = draw(case, "cuda")
@@ -130,6 +142,18 @@ def test_a_cap_that_is_left_out_is_seen(case: Case) -> None:
     step = draw(case, "cuda")
     bare = attention(replace(step, cap=0.0), case.window)
     assert errors(bare, exact(step, case.window))[0] > 2 * ERROR
+
+
+@pytest.mark.parametrize("case", SINKS, ids=lambda case: case.name)
+def test_sinks_are_of_their_heads(case: Case) -> None:
+    step = draw(case, "cuda")
+    assert step.sinks_Q is not None
+    wanted = exact(step, case.window)
+    for wrong in (None, step.sinks_Q.roll(1)):
+        out = attention(replace(step, sinks_Q=wrong), case.window)
+        assert errors(out, wanted)[0] > 2 * ERROR
+    same = replace(step, sinks_Q=step.sinks_Q.float())
+    assert torch.equal(attention(same, case.window), attention(step, case.window))
 
 
 def test_sums_of_14_bits_are_seen() -> None:

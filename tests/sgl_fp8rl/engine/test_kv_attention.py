@@ -266,10 +266,15 @@ def test_decode_caps_logits() -> None:
     assert fakes.relative_error(out, mean) < ERROR < fakes.relative_error(uncapped, mean)
 
 
-def test_what_the_decode_kernel_lacks_is_refused() -> None:
+def test_decode_has_the_sinks_that_sglang_passes() -> None:
     _, (layer,) = fakes.scaled()
-    with pytest.raises(RuntimeError, match="--decode-attention-backend flashinfer"):
-        decode_step(layer, sinks=torch.ones(4))
+    bare = decode_step(layer)[1].view(-1, DIM)
+    sinks = torch.full((HEADS * GROUP,), -1e4)
+    sinks[1] = 1e4  # takes all of the weight
+    out = decode_step(layer, sinks=sinks)[1].view(-1, DIM)
+    kept = torch.arange(HEADS * GROUP) != 1
+    assert torch.equal(out[kept], bare[kept])
+    assert not bool(out[1].any()) and bool(bare[1].any())
 
 
 def test_a_factor_goes_to_the_query_heads_of_its_kv_head() -> None:

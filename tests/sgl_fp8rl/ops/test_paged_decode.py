@@ -17,6 +17,7 @@ CASES = (
     Case((70, 300), heads=2, softmax="needle", window=20, page=16),
     Case((3000,), heads=2, softmax="flat", mean=1.0),
     Case((70, 300), heads=2, dim=64, cap=50.0),
+    Case((5, 33, 130), heads=2, dim=64, group=3, queries=2, sink=2.0),
 )
 
 
@@ -34,13 +35,22 @@ def test_the_reference_is_exact(case: Case) -> None:
 
 def reference(step: Step, window: int | None) -> torch.Tensor:
     given = step.q_NQD, step.codes, step.pages, step.scale
-    return paged_decode.attend(*given, window, step.cap)
+    return paged_decode.attend(*given, window, step.cap, step.sinks_Q)
 
 
 @pytest.mark.parametrize("cap", [30.0, 50.0])
 def test_a_cap_is_seen(cap: float) -> None:
     step = draw(Case((300,), heads=2, cap=cap), "cpu")
     assert errors(reference(replace(step, cap=0.0), None), exact(step))[0] > 0.1
+
+
+@pytest.mark.parametrize("sink", [-2.0, 4.0, 12.0])
+def test_sinks_are_seen(sink: float) -> None:
+    """Also where one query head has that of another."""
+    step = draw(Case((1, 30, 300), heads=2, sink=sink), "cpu")
+    assert step.sinks_Q is not None
+    for wrong in (None, step.sinks_Q.roll(1)):
+        assert errors(reference(replace(step, sinks_Q=wrong), None), exact(step))[0] > 0.01
 
 
 @pytest.mark.parametrize("cap", [1.0, 30.0, 50.0, 1000.0])
