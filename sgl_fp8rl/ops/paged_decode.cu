@@ -6,13 +6,16 @@
 // own softmax and copy ahead, over the borders of items; a fifth warp merges the four. merge_splits merges splits in
 // their order. So an output depends on no other sequence of the batch.
 //
+// BLOCKED, where registers cannot hold all columns, an item is also of BLOCK_COLUMNS of them. Items of the same codes are
+// side by side, so other blocks take them at the same time, and L2 has the codes.
+//
 // S^T = K Q^T and O^T = V^T P by mma.m16n8k16: tokens (then head dims) are its rows, columns its columns. A column is a
 // query head of the KV head and a query token. A warp's lane (g, t) = (lane / 4, lane % 4) holds, of each tile, rows g
 // and g + 8 of K and four tokens of V, as words of 4 codes. Which head dims make a step of the product is free, so a
 // lane's words are contiguous in memory.
 //
-// paged_decode_cuda.py compiles it with D (head size), COLUMN_TILES (columns / 8), INT8 and CAPPED (0 or 1), TILE (tokens
-// that a warp takes at once), STAGES (tiles that it holds), SPLIT, WARPS and BLOCKS_OF_SM.
+// paged_decode_cuda.py compiles it with D (head size), COLUMN_TILES (columns of an item / 8), INT8, CAPPED and BLOCKED (0
+// or 1), TILE (tokens that a warp takes at once), STAGES (tiles that it holds), SPLIT, WARPS and BLOCKS_OF_SM.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -25,6 +28,7 @@ constexpr int K_BYTES = 2 * ROWS * KW * 128, CODE_BYTES = TILE * D * 2;
 constexpr int STAGE_BYTES = CODE_BYTES + (INT8 ? 4 * TILE : 0);
 constexpr int SUM_ROW = D + 4;                                  // floats; shifts banks
 constexpr int QUADS = D / 4;
+constexpr int BLOCK_COLUMNS = COLUMN_TILES * 8;
 constexpr bool PREFETCH_Q = COLUMN_TILES * KW <= 12;            // it must fit in registers
 #define NONE __int_as_float(0xff800000)                         // minus infinity, a masked score
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -150,24 +154,28 @@ struct Sum {
   }
 };
 
+// Items of the same codes, and the columns of the largest one.
+__device__ __forceinline__ int blocks_of(int columns) { return BLOCKED ? (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS : 1; }
+__device__ __forceinline__ int width_of(int columns) { return BLOCKED ? min(columns, BLOCK_COLUMNS) : columns; }
+
 // The fifth warp. Its fences would wait for the other warps' copies, so merge_splits is a kernel of its own.
 __device__ __forceinline__ void merge_warps(const Parameters &a, int items, int columns, const float *buffers, int buffer, u64 *full, u64 *empty) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, blocks = blocks_of(columns), width = width_of(columns);
   int turn = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
-    const int split = item / a.heads, head = item % a.heads;
+    const int codes = item / blocks, split = codes / a.heads, head = codes % a.heads, begin = item % blocks * BLOCK_COLUMNS;
     const int4 work = __ldg(a.work + split);
-    const float *sums = buffers + (turn & 1) * buffer; const float2 *stats = (const float2 *)(sums + WARPS * columns * SUM_ROW);
-    const i64 row = (i64)item * columns;
+    const float *sums = buffers + (turn & 1) * buffer; const float2 *stats = (const float2 *)(sums + WARPS * width * SUM_ROW);
+    const i64 row = (i64)codes * columns + begin;
     wait(&full[turn & 1], turn >> 1 & 1);
-    for (int at = lane; at < columns * QUADS; at += 32) {
+    for (int at = lane; at < min(width, columns - begin) * QUADS; at += 32) {
       const int column = at / QUADS, dim = at % QUADS * 4;
       Sum s;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) s.top = fmaxf(s.top, stats[w * columns + column].x);
+      for (int w = 0; w < WARPS; w++) s.top = fmaxf(s.top, stats[w * width + column].x);
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) s.add(stats[w * columns + column], *(const float4 *)(sums + (w * columns + column) * SUM_ROW + dim));
-      if (work.w == 1) s.write(a, work.x, head, column, dim, s.top);
+      for (int w = 0; w < WARPS; w++) s.add(stats[w * width + column], *(const float4 *)(sums + (w * width + column) * SUM_ROW + dim));
+      if (work.w == 1) s.write(a, work.x, head, begin + column, dim, s.top);
       else { *(float4 *)(a.split_sums + (row + column) * D + dim) = s.o; if (dim == 0) a.split_stats[row + column] = make_float2(s.top, s.p); }
     }
     __syncwarp();
@@ -180,9 +188,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ u64 full[2], empty[2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int columns = group * queries, items = first[sequences] * heads, split_tokens = first[sequences + 1];
+  const int columns = group * queries, blocks = blocks_of(columns), width = width_of(columns);
+  const int items = first[sequences] * heads * blocks, split_tokens = first[sequences + 1];
   float *buffers = (float *)(memory + WARPS * STAGES * STAGE_BYTES);  // two of: sums of each warp and column, then their statistics
-  const int buffer = WARPS * columns * (SUM_ROW + 2);
+  const int buffer = WARPS * width * (SUM_ROW + 2);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; i++) { init_barrier(&full[i], WARPS); init_barrier(&empty[i], 1); }
     asm volatile("fence.mbarrier_init.release.cluster;");
@@ -193,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
 
   // The copies run ahead: the tile that is copied next, with the slot of each lane's token.
   unsigned char *stages = memory + warp * STAGES * STAGE_BYTES;
-  const auto work_of = [&](int item) { return item < items ? __ldg(work + item / heads) : make_int4(0, 0, 0, 0); };
+  const auto work_of = [&](int item) { return item < items ? __ldg(work + item / blocks / heads) : make_int4(0, 0, 0, 0); };
   int copied = blockIdx.x, copied_token = 0, copied_end = 0, slot = 0, into = 0;
   int4 next_work = work_of(copied);
   const int *row_of_pages = pages;
@@ -217,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
   };
   const auto copy_tile = [&] {
     if (copied < items) {
-      const int head = copied % heads, left = copied_end - copied_token;
+      const int head = copied / blocks % heads, left = copied_end - copied_token;
       const u32 to = shared_address(stages + into * STAGE_BYTES);
       constexpr int CHUNKS = D / 16;
 #pragma unroll
@@ -241,10 +250,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
   // Lane (g, t) has column 8 c + g of q, in the head dims of K's lane t.
   uint2 raw_q[COLUMN_TILES][KW];
   const auto read_q = [&](int item, int4 found) {
+    const int begin = item % blocks * BLOCK_COLUMNS;
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++) {
-      const int column = c * 8 + g; const bool on = column < columns && item < items;
-      const u16 *row = q + (i64)(found.x * queries + column / group) * q_stride + (item % heads * group + column % group) * D;
+      const int column = begin + c * 8 + g; const bool on = column < columns && item < items;
+      const u16 *row = q + (i64)(found.x * queries + column / group) * q_stride + (item / blocks % heads * group + column % group) * D;
 #pragma unroll
       for (int w = 0; w < KW; w++) raw_q[c][w] = on ? __ldg((const uint2 *)(row + dim_of<KW, 4>(w, t))) : make_uint2(0, 0);
     }
@@ -255,10 +265,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
   for (int item = blockIdx.x; item < items; item += gridDim.x, turn++, found = ahead) {
     ahead = work_of(item + gridDim.x);
     if (!PREFETCH_Q) read_q(item, found);
-    const int end = end_of(found), seen_by_all = found.z - queries + 1;
+    const int end = end_of(found), seen_by_all = found.z - queries + 1, begin = item % blocks * BLOCK_COLUMNS;
     // q is scaled by a power of two to about 64, so that all of it is normal in FP16.
     u32 qb[COLUMN_TILES][KW][2]; float q_scale[COLUMN_TILES][2]; int limit[COLUMN_TILES][2];
-    const float scale = scale_log2 * (INT8 ? 1.f : __ldg(k_scale + item % heads));
+    const float scale = scale_log2 * (INT8 ? 1.f : __ldg(k_scale + item / blocks % heads));
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++) {
       float largest = 0;
@@ -280,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         q_scale[c][i] = scale * __shfl_sync(~0u, inverse, (2 * t + i) * 4);
-        limit[c][i] = seen_by_all + (c * 8 + 2 * t + i) / group;  // a query token sees those before it
+        limit[c][i] = seen_by_all + (begin + c * 8 + 2 * t + i) / group;  // a query token sees those before it
       }
     }
     if (PREFETCH_Q) read_q(item + gridDim.x, ahead);
@@ -391,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       __syncwarp();  // all have read what the next copy overwrites
     }
-    float *sums = buffers + (turn & 1) * buffer; float2 *stats = (float2 *)(sums + WARPS * columns * SUM_ROW);
+    float *sums = buffers + (turn & 1) * buffer; float2 *stats = (float2 *)(sums + WARPS * width * SUM_ROW);
     wait(&empty[turn & 1], turn >> 1 & 1 ^ 1);
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++)
@@ -400,8 +410,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
         float total = sum[c][i];
 #pragma unroll
         for (int lanes = 4; lanes < 32; lanes *= 2) total += __shfl_xor_sync(~0u, total, lanes);
-        const int column = c * 8 + 2 * t + i, row = warp * columns + column;
-        if (column >= columns) continue;
+        const int column = c * 8 + 2 * t + i, row = warp * width + column;
+        if (column >= min(width, columns - begin)) continue;
         if (g == 0) stats[row] = make_float2(top[c][i], total);
 #pragma unroll
         for (int w = 0; w < VW; w++)

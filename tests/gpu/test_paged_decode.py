@@ -40,6 +40,17 @@ SEVERAL = [
     for group, queries in ((4, 4), (2, 8), (4, 2))
     for int8 in (False, True)
 ]
+MANY = [
+    Case((9, 500, 1026, 5000), heads=2, group=group, queries=queries, dim=dim, int8=int8)
+    for dim, group, queries in (
+        *((128, group, queries) for group in (4, 8, 16) for queries in (4, 8)),
+        *((dim, 16, 8) for dim in (64, 96, 192, 256)),
+        (64, 5, 5),
+        (96, 8, 3),
+    )
+    for int8 in (False, True)
+] + [Case((9, 1026, 5000), heads=2, group=8, queries=8, window=1500, cap=50.0, sink=4.0)]
+"""Up to 128 columns, whole blocks of them and parts."""
 WINDOWS = [
     Case(UNEQUAL[3:], heads=2, queries=queries, window=window)
     for window in (0, 127, 1500, 20000)
@@ -60,7 +71,8 @@ SINKS = [
 """Below the largest score of a query, near it, and above."""
 
 
-def attention(step: Step, window: int | None = None) -> torch.Tensor:
+def attention(step: Step, window: int | None = None, made_for: int = 0) -> torch.Tensor:
+    """``made_for``: columns of the workspace, where they are more than the step's."""
     sequences, query_heads = len(step.pages.lengths_B), step.q_NQD.shape[1]
     slots, heads, dim = step.codes.k_SHD.shape
     columns = query_heads // heads * (len(step.q_NQD) // sequences)
@@ -69,7 +81,7 @@ def attention(step: Step, window: int | None = None) -> torch.Tensor:
         slots,
         sequences,
         heads,
-        columns,
+        max(columns, made_for),
         dim,
         step.q_NQD.device,
         is_int8=is_int8,
@@ -93,7 +105,7 @@ def alone(step: Step, sequence: int, query: int, queries: int) -> Step:
 
 @pytest.mark.parametrize(
     "case",
-    [*LONG, *SHAPES, *SEVERAL, *WINDOWS, *CAPS, *SINKS],
+    [*LONG, *SHAPES, *SEVERAL, *MANY, *WINDOWS, *CAPS, *SINKS],
     ids=lambda case: case.name,
 )
 def test_attention_over_codes(case: Case, record_property: Callable[[str, object], None]) -> None:
@@ -107,7 +119,7 @@ def test_attention_over_codes(case: Case, record_property: Callable[[str, object
 
 @pytest.mark.parametrize(
     "case",
-    [*SHAPES[:8], *SEVERAL, *WINDOWS, *CAPS, *SINKS],
+    [*SHAPES[:8], *SEVERAL, *MANY, *WINDOWS, *CAPS, *SINKS],
     ids=lambda case: case.name,
 )
 def test_the_same_bits_alone(case: Case) -> None:
@@ -119,6 +131,22 @@ def test_the_same_bits_alone(case: Case) -> None:
                 continue
             own = attention(alone(step, sequence, query, case.queries), case.window)
             assert torch.equal(own[0], out[sequence * case.queries + query])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_same_bits_in_a_workspace_for_more_columns(int8: bool) -> None:
+    for dim in (64, 128):
+        step = draw(Case(UNEQUAL, heads=2, dim=dim, int8=int8), "cuda")
+        assert torch.equal(attention(step, made_for=64), attention(step))
+
+
+@pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
+def test_a_token_too_few_is_seen(case: Case) -> None:
+    """The control of many columns: each of a block has a last token of its own."""
+    step = draw(case, "cuda")
+    fewer = replace(step.pages, lengths_B=step.pages.lengths_B - 1)
+    wrong = exact(replace(step, pages=fewer), case.window)
+    assert errors(attention(step, case.window), wrong)[0] > 2 * ERROR
 
 
 def test_scales_that_are_wrong_are_seen() -> None:

@@ -71,18 +71,28 @@ def test_token_scales_are_packed_as_they_are_read() -> None:
     assert torch.equal(paged_decode.pack_token_scales(k_SH, v_SH), packed)
 
 
-@pytest.mark.parametrize("is_capped", [False, True])
+@pytest.mark.parametrize(("column_tiles", "is_capped"), [(1, False), (16, True)])
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_the_kernel_compiles_for_hopper(is_int8: bool, is_capped: bool) -> None:
+def test_the_kernel_compiles_for_hopper(is_int8: bool, column_tiles: int, is_capped: bool) -> None:
     """Without a GPU; NVRTC comes with torch's CUDA build."""
     core = pytest.importorskip("cuda.core")
     source = paged_decode_cuda.SOURCE.read_text()
-    macros = paged_decode_cuda.macros(128, 1, is_int8, is_capped)
+    macros = paged_decode_cuda.macros(128, column_tiles, is_int8, is_capped)
     options = core.ProgramOptions(arch="sm_90", std="c++17", define_macro=macros)
     assert core.Program(source, "c++", options).compile("cubin").code
 
 
+@pytest.mark.parametrize("dim", paged_decode_cuda.HEAD_DIMS)
+def test_a_block_fits_in_an_sm(dim: int) -> None:
+    for tiles in range(1, paged_decode_cuda.MAX_COLUMNS // 8 + 1):
+        of = {name: int(value) for name, value in paged_decode_cuda.macros(dim, tiles, True, False)}
+        assert of["BLOCKED"] or of["COLUMN_TILES"] == tiles
+        codes = of["STAGES"] * of["TILE"] * (2 * dim + 4)
+        sums = 2 * 8 * of["COLUMN_TILES"] * (dim + 6) * 4
+        assert of["WARPS"] * (codes + sums) <= 227 * 1024 - 64
+
+
 def test_a_shape_without_a_kernel_is_refused() -> None:
-    for dim, columns in ((80, 4), (128, 17), (128, 0)):
+    for dim, columns in ((80, 4), (128, 129), (128, 0)):
         with pytest.raises(ValueError, match="no decode kernel"):
             paged_decode_cuda.check_shape(dim, columns)
