@@ -33,6 +33,10 @@ class Case:
     """Or "flat"; or "needle": one token at a tenth of the context has half of the weight."""
     int8: bool = False
     window: int | None = None
+    cap: float = 0.0
+    """Of logits, whose uncapped ones are normal and reach to some times as much; 0 for none."""
+    sink: float | None = None
+    """Mean of the query heads' sinks."""
 
     @property
     def name(self) -> str:
@@ -40,7 +44,9 @@ class Case:
         shape = f"{many}{max(self.lengths)}-h{self.heads}x{self.group}-d{self.dim}-q{self.queries}"
         kind = "int8" if self.int8 else "e4m3"
         window = "" if self.window is None else f"-w{self.window}"
-        return f"{shape}-p{self.page}-{kind}-v{self.mean:g}-{self.softmax}{window}"
+        cap = f"-c{self.cap:g}" if self.cap else ""
+        sink = "" if self.sink is None else f"-s{self.sink:g}"
+        return f"{shape}-p{self.page}-{kind}-v{self.mean:g}-{self.softmax}{window}{cap}{sink}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,9 @@ class Step:
     codes: Codes
     pages: Pages
     scale: float
+    cap: float = 0.0
+    sinks_Q: Tensor | None = None
+    """BF16."""
 
 
 def draw(case: Case, device: str, seed: int = 0) -> Step:
@@ -80,13 +89,17 @@ def draw(case: Case, device: str, seed: int = 0) -> Step:
             # its score is that of the sum of all others, and more than theirs by a logarithm
             k[row[at // case.page] * case.page + at % case.page] += math.log(length) / case.dim**0.5
             v[row[at // case.page] * case.page + at % case.page] += 4
+    if case.cap:
+        q *= case.cap / 2
     codes = _int8(k, v) if case.int8 else _e4m3(k, v, normal(2, case.heads).abs() * 0.01 + 0.01)
     if not case.int8:
         unused = (order[sum(counts) :, None] * case.page).long().flatten()
         codes.k_SHD.view(torch.uint8)[unused] = codes.v_SHD.view(torch.uint8)[unused] = 0x7F
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     q = q.half() if case.int8 else q.bfloat16()
-    return Step(q, codes, Pages(table, case.page, lengths), case.dim**-0.5)
+    pages = Pages(table, case.page, lengths)
+    sinks = None if case.sink is None else (normal(q.shape[1]) + case.sink).bfloat16()
+    return Step(q, codes, pages, case.dim**-0.5, case.cap, sinks)
 
 
 def with_powers_of_two(step: Step) -> Step:
@@ -117,8 +130,14 @@ def exact(step: Step, window: int | None = None) -> Tensor:
             begin = 0 if window is None else max(0, end - 1 - window)
             row = step.q_NQD[sequence * queries + query].double().view(heads, -1, k.shape[2])
             scores = torch.matmul(row, k[begin:end].permute(1, 2, 0)) * step.scale
-            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-            weights /= weights.sum(-1, keepdim=True)
+            if step.cap:
+                scores = step.cap * torch.tanh(scores / step.cap)
+            top = scores.amax(-1, keepdim=True)
+            weights = torch.exp(scores - top)
+            total = weights.sum(-1, keepdim=True)
+            if step.sinks_Q is not None:
+                total += torch.exp(step.sinks_Q.double().view(heads, -1, 1) - top)
+            weights /= total
             mixed = torch.matmul(weights, v[begin:end].transpose(0, 1))
             out[sequence * queries + query] = mixed.reshape(out.shape[1:])
     return out

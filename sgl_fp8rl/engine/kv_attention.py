@@ -30,8 +30,8 @@ def folded_decode(call: Call) -> torch.Tensor:
     if isinstance(call.mine, ScaledLayer):
         return _folded(call, call.k, call.v)
     pages = Pages(_slots(call), 1, call.forward_batch.seq_lens)
-    codes, scaling = call.mine.codes(call.caches), call.layer.scaling
-    return call.flat(attend(call.mine.query(call.q_NQD), codes, pages, scaling, call.window))
+    codes = call.mine.codes(call.caches)
+    return call.flat(attend(call.mine.query(call.q_NQD), codes, pages, *call.scores))
 
 
 @for_scaled_layers
@@ -66,16 +66,8 @@ def paged_decode(call: Call) -> torch.Tensor:
     """AROUND ``TRTLLMHAAttnBackend.forward_decode``: our kernel, by the backend's page tables.
 
     With the keyword ``fp8rl_q_is_ready`` q is what ``LayerKV.query`` returns (``kv_decode.py``).
-
-    Raises:
-        RuntimeError: the kernel lacks a feature of the layer.
     """
     mine, backend, layer = call.mine, call.backend, call.layer
-    if layer.logit_cap or call.kwargs.get("sinks") is not None:
-        raise RuntimeError(
-            "decode over an FP8 KV cache has neither logit caps nor attention sinks; use "
-            "--decode-attention-backend flashinfer"
-        )
     call.store()
     is_ready = call.kwargs.get("fp8rl_q_is_ready")
     q_NQD = call.q_NQD if is_ready else mine.query(call.q_NQD)
@@ -88,17 +80,17 @@ def paged_decode(call: Call) -> torch.Tensor:
 
 
 def _paged_attention(call: Call, q_NQD: torch.Tensor, pages: Pages) -> torch.Tensor:
-    mine, scaling = call.mine, call.layer.scaling
+    mine = call.mine
     codes, workspace = mine.codes(call.caches), mine.scales.decode_workspace
     if workspace is None:  # a CPU
-        return attend(q_NQD, codes, pages, scaling, call.window)
+        return attend(q_NQD, codes, pages, *call.scores)
     from sgl_fp8rl.ops.paged_decode_cuda import attend as attend_on_gpu
 
     # with the first layer of a step, in a captured graph, too; or where two batches take turns
     if mine.layer_index == 0 or workspace.planned is not pages.lengths_B:
         workspace.plan(pages.lengths_B)
     q = q_NQD.to(torch.float16 if codes.token_scales_HS is not None else torch.bfloat16)
-    return attend_on_gpu(q, codes, pages, workspace, scaling, call.window)
+    return attend_on_gpu(q, codes, pages, workspace, *call.scores)
 
 
 def _times_heads(

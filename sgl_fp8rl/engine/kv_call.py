@@ -49,10 +49,11 @@ class Call(NamedTuple):
         return out  # type: ignore[no-any-return]
 
     @property
-    def window(self) -> int | None:
-        """A token sees so many before it; None for all."""
-        size = int(self.layer.sliding_window_size)
-        return size if size >= 0 else None
+    def scores(self) -> tuple[float, int | None, float, torch.Tensor | None]:
+        """What our kernels make scores of: scale, window, cap, and the sinks of query heads."""
+        layer, window = self.layer, int(self.layer.sliding_window_size)
+        sinks_Q = self.kwargs.get("sinks")
+        return layer.scaling, window if window >= 0 else None, layer.logit_cap or 0.0, sinks_Q
 
     @property
     def q_NQD(self) -> torch.Tensor:

@@ -34,13 +34,7 @@ def fa3_extend(call: Call) -> torch.Tensor:
         call,
         table_BP,
         page_size,
-        fa3(
-            call.layer.scaling,
-            call.window,
-            call.layer.logit_cap,
-            call.kwargs.get("sinks"),
-            call.backend.num_splits,
-        ),
+        fa3(*call.scores, num_splits=call.backend.num_splits),
     )
 
 
@@ -61,13 +55,13 @@ def attend_to_values(
 
 def plain_torch(call: Call) -> Kernel:
     """The reference, for a CPU."""
-    return reference(call.layer.scaling, call.window)
+    return reference(*call.scores)
 
 
 def fa3(
     scale: float,
     window: int | None = None,
-    cap: float = 0.0,
+    logit_cap: float = 0.0,
     sinks_Q: torch.Tensor | None = None,
     num_splits: int = 0,
 ) -> Kernel:
@@ -75,7 +69,7 @@ def fa3(
 
     Args:
         window: a token sees so many before it; None for all.
-        cap: scores become ``cap * tanh(score / cap)``; 0 for none.
+        logit_cap: scores become ``logit_cap * tanh(score / logit_cap)``; 0 for none.
         sinks_Q: of each query head, a score that has no value.
         num_splits: of a sequence; 0 where FA3 chooses them by the batch.
     """
@@ -100,7 +94,7 @@ def fa3(
             softmax_scale=scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window, 0),
-            softcap=cap,
+            softcap=logit_cap,
             num_splits=num_splits,
             sinks=None if sinks_Q is None else sinks_Q[heads],
             out=out_NQD,

@@ -169,6 +169,7 @@ def _prepare_decode(runner: Any, scales: QuantizedKV) -> None:
         layer.head_dim,
         scales.statistics.device,
         is_int8=isinstance(scales, TokenScales),
+        is_capped=bool(layer.logit_cap),
     )
 
 

@@ -6,13 +6,16 @@
 // own softmax and copy ahead, over the borders of items; a fifth warp merges the four. merge_splits merges splits in
 // their order. So an output depends on no other sequence of the batch.
 //
+// BLOCKED, where registers cannot hold all columns, an item is also of BLOCK_COLUMNS of them. Items of the same codes are
+// side by side, so other blocks take them at the same time, and L2 has the codes.
+//
 // S^T = K Q^T and O^T = V^T P by mma.m16n8k16: tokens (then head dims) are its rows, columns its columns. A column is a
 // query head of the KV head and a query token. A warp's lane (g, t) = (lane / 4, lane % 4) holds, of each tile, rows g
 // and g + 8 of K and four tokens of V, as words of 4 codes. Which head dims make a step of the product is free, so a
 // lane's words are contiguous in memory.
 //
-// paged_decode_cuda.py compiles it with D (head size), COLUMN_TILES (columns / 8), INT8 (0 or 1), TILE (tokens that a
-// warp takes at once), STAGES (tiles that it holds), SPLIT, WARPS and BLOCKS_OF_SM.
+// paged_decode_cuda.py compiles it with D (head size), COLUMN_TILES (columns of an item / 8), INT8, CAPPED and BLOCKED (0
+// or 1), TILE (tokens that a warp takes at once), STAGES (tiles that it holds), SPLIT, WARPS and BLOCKS_OF_SM.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -25,8 +28,10 @@ constexpr int K_BYTES = 2 * ROWS * KW * 128, CODE_BYTES = TILE * D * 2;
 constexpr int STAGE_BYTES = CODE_BYTES + (INT8 ? 4 * TILE : 0);
 constexpr int SUM_ROW = D + 4;                                  // floats; shifts banks
 constexpr int QUADS = D / 4;
+constexpr int BLOCK_COLUMNS = COLUMN_TILES * 8;
 constexpr bool PREFETCH_Q = COLUMN_TILES * KW <= 12;            // it must fit in registers
 #define NONE __int_as_float(0xff800000)                         // minus infinity, a masked score
+constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;                                // a maximum of nothing
 constexpr float P_EXPONENT = 15.f;                              // P is at most 2^15, so that small ones are normal in FP16
 
@@ -40,16 +45,20 @@ struct Parameters {
   float *split_sums; float2 *split_stats;                       // [splits, KV heads, columns, D]; maximum and sum of P
   u16 *out;                                                     // BF16, contiguous, of q's shape
   int sequences, heads, group, queries, window;                 // tokens before its own that a query sees
-  float scale_log2;                                             // softmax scale / ln 2
+  float scale_log2;                                             // softmax scale / ln 2; CAPPED: times 2 / cap
+  float cap_log2;                                               // CAPPED: cap / ln 2
+  const void *sinks; int sink_bytes;                            // null, or [query heads] in BF16 (2) or FP32 (4)
 };
 #define PARAMETERS                                                                                                     \
   const u16 *q, i64 q_stride, const unsigned char *k, const unsigned char *v, i64 slot_stride, const float *k_scale,   \
       const float *v_scale, const u32 *token_scales, i64 token_scales_stride, const int *pages, i64 pages_stride,      \
       int page_log2, const int4 *work, const int *first, float *split_sums, float2 *split_stats, u16 *out,             \
-      int sequences, int heads, int group, int queries, int window, float scale_log2
+      int sequences, int heads, int group, int queries, int window, float scale_log2, float cap_log2,             \
+      const void *sinks, int sink_bytes
 #define GIVEN                                                                                                          \
   {q, q_stride, k, v, slot_stride, k_scale, v_scale, token_scales, token_scales_stride, pages, pages_stride,           \
-   page_log2, work, first, split_sums, split_stats, out, sequences, heads, group, queries, window, scale_log2}
+   page_log2, work, first, split_sums, split_stats, out, sequences, heads, group, queries, window, scale_log2, cap_log2, \
+   sinks, sink_bytes}
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 template <int BYTES> __device__ __forceinline__ void copy_async(u32 to, const void *from, bool on) {
@@ -83,6 +92,7 @@ __device__ __forceinline__ float from_q(u32 bits) {
   float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((u16)bits)); return r;
 }
 __device__ __forceinline__ float exp2_of(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+__device__ __forceinline__ float inverse_of(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 __device__ __forceinline__ float log2_of(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 __device__ __forceinline__ void init_barrier(u64 *b, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count)); }
 __device__ __forceinline__ void arrive(u64 *b) { asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(shared_address(b)) : "memory"); }
@@ -131,31 +141,41 @@ struct Sum {
     const float f = exp2_of(stats.x - top);
     p = fmaf(stats.y, f, p); o.x = fmaf(x.x, f, o.x); o.y = fmaf(x.y, f, o.y); o.z = fmaf(x.z, f, o.z); o.w = fmaf(x.w, f, o.w);
   }
-  __device__ __forceinline__ void write(const Parameters &a, int sequence, int head, int column, int dim) const {
-    const float inverse = (INT8 ? 1.f : __ldg(a.v_scale + head)) / p;
-    const i64 row = (i64)(sequence * a.queries + column / a.group) * a.heads * a.group + head * a.group + column % a.group;
+  __device__ __forceinline__ void write(const Parameters &a, int sequence, int head, int column, int dim, float highest) const {
+    const int query_head = head * a.group + column % a.group;
+    float total = p;
+    if (a.sinks) {  // as a token without a V
+      const float sink = a.sink_bytes == 2 ? from_bf16(__ldg((const u16 *)a.sinks + query_head)) : __ldg((const float *)a.sinks + query_head);
+      total += exp2_of(fmaf(sink, LOG2_E, P_EXPONENT - highest));
+    }
+    const float inverse = (INT8 ? 1.f : __ldg(a.v_scale + head)) / total;
+    const i64 row = (i64)(sequence * a.queries + column / a.group) * a.heads * a.group + query_head;
     *(uint2 *)(a.out + row * D + dim) = make_uint2(bf16x2_of(o.x * inverse, o.y * inverse), bf16x2_of(o.z * inverse, o.w * inverse));
   }
 };
 
+// Items of the same codes, and the columns of the largest one.
+__device__ __forceinline__ int blocks_of(int columns) { return BLOCKED ? (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS : 1; }
+__device__ __forceinline__ int width_of(int columns) { return BLOCKED ? min(columns, BLOCK_COLUMNS) : columns; }
+
 // The fifth warp. Its fences would wait for the other warps' copies, so merge_splits is a kernel of its own.
 __device__ __forceinline__ void merge_warps(const Parameters &a, int items, int columns, const float *buffers, int buffer, u64 *full, u64 *empty) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, blocks = blocks_of(columns), width = width_of(columns);
   int turn = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
-    const int split = item / a.heads, head = item % a.heads;
+    const int codes = item / blocks, split = codes / a.heads, head = codes % a.heads, begin = item % blocks * BLOCK_COLUMNS;
     const int4 work = __ldg(a.work + split);
-    const float *sums = buffers + (turn & 1) * buffer; const float2 *stats = (const float2 *)(sums + WARPS * columns * SUM_ROW);
-    const i64 row = (i64)item * columns;
+    const float *sums = buffers + (turn & 1) * buffer; const float2 *stats = (const float2 *)(sums + WARPS * width * SUM_ROW);
+    const i64 row = (i64)codes * columns + begin;
     wait(&full[turn & 1], turn >> 1 & 1);
-    for (int at = lane; at < columns * QUADS; at += 32) {
+    for (int at = lane; at < min(width, columns - begin) * QUADS; at += 32) {
       const int column = at / QUADS, dim = at % QUADS * 4;
       Sum s;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) s.top = fmaxf(s.top, stats[w * columns + column].x);
+      for (int w = 0; w < WARPS; w++) s.top = fmaxf(s.top, stats[w * width + column].x);
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) s.add(stats[w * columns + column], *(const float4 *)(sums + (w * columns + column) * SUM_ROW + dim));
-      if (work.w == 1) s.write(a, work.x, head, column, dim);
+      for (int w = 0; w < WARPS; w++) s.add(stats[w * width + column], *(const float4 *)(sums + (w * width + column) * SUM_ROW + dim));
+      if (work.w == 1) s.write(a, work.x, head, begin + column, dim, s.top);
       else { *(float4 *)(a.split_sums + (row + column) * D + dim) = s.o; if (dim == 0) a.split_stats[row + column] = make_float2(s.top, s.p); }
     }
     __syncwarp();
@@ -168,9 +188,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ u64 full[2], empty[2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int columns = group * queries, items = first[sequences] * heads, split_tokens = first[sequences + 1];
+  const int columns = group * queries, blocks = blocks_of(columns), width = width_of(columns);
+  const int items = first[sequences] * heads * blocks, split_tokens = first[sequences + 1];
   float *buffers = (float *)(memory + WARPS * STAGES * STAGE_BYTES);  // two of: sums of each warp and column, then their statistics
-  const int buffer = WARPS * columns * (SUM_ROW + 2);
+  const int buffer = WARPS * width * (SUM_ROW + 2);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; i++) { init_barrier(&full[i], WARPS); init_barrier(&empty[i], 1); }
     asm volatile("fence.mbarrier_init.release.cluster;");
@@ -181,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
 
   // The copies run ahead: the tile that is copied next, with the slot of each lane's token.
   unsigned char *stages = memory + warp * STAGES * STAGE_BYTES;
-  const auto work_of = [&](int item) { return item < items ? __ldg(work + item / heads) : make_int4(0, 0, 0, 0); };
+  const auto work_of = [&](int item) { return item < items ? __ldg(work + item / blocks / heads) : make_int4(0, 0, 0, 0); };
   int copied = blockIdx.x, copied_token = 0, copied_end = 0, slot = 0, into = 0;
   int4 next_work = work_of(copied);
   const int *row_of_pages = pages;
@@ -205,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
   };
   const auto copy_tile = [&] {
     if (copied < items) {
-      const int head = copied % heads, left = copied_end - copied_token;
+      const int head = copied / blocks % heads, left = copied_end - copied_token;
       const u32 to = shared_address(stages + into * STAGE_BYTES);
       constexpr int CHUNKS = D / 16;
 #pragma unroll
@@ -229,10 +250,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
   // Lane (g, t) has column 8 c + g of q, in the head dims of K's lane t.
   uint2 raw_q[COLUMN_TILES][KW];
   const auto read_q = [&](int item, int4 found) {
+    const int begin = item % blocks * BLOCK_COLUMNS;
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++) {
-      const int column = c * 8 + g; const bool on = column < columns && item < items;
-      const u16 *row = q + (i64)(found.x * queries + column / group) * q_stride + (item % heads * group + column % group) * D;
+      const int column = begin + c * 8 + g; const bool on = column < columns && item < items;
+      const u16 *row = q + (i64)(found.x * queries + column / group) * q_stride + (item / blocks % heads * group + column % group) * D;
 #pragma unroll
       for (int w = 0; w < KW; w++) raw_q[c][w] = on ? __ldg((const uint2 *)(row + dim_of<KW, 4>(w, t))) : make_uint2(0, 0);
     }
@@ -243,10 +265,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
   for (int item = blockIdx.x; item < items; item += gridDim.x, turn++, found = ahead) {
     ahead = work_of(item + gridDim.x);
     if (!PREFETCH_Q) read_q(item, found);
-    const int end = end_of(found), seen_by_all = found.z - queries + 1;
+    const int end = end_of(found), seen_by_all = found.z - queries + 1, begin = item % blocks * BLOCK_COLUMNS;
     // q is scaled by a power of two to about 64, so that all of it is normal in FP16.
     u32 qb[COLUMN_TILES][KW][2]; float q_scale[COLUMN_TILES][2]; int limit[COLUMN_TILES][2];
-    const float scale = scale_log2 * (INT8 ? 1.f : __ldg(k_scale + item % heads));
+    const float scale = scale_log2 * (INT8 ? 1.f : __ldg(k_scale + item / blocks % heads));
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++) {
       float largest = 0;
@@ -268,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         q_scale[c][i] = scale * __shfl_sync(~0u, inverse, (2 * t + i) * 4);
-        limit[c][i] = seen_by_all + (c * 8 + 2 * t + i) / group;  // a query token sees those before it
+        limit[c][i] = seen_by_all + (begin + c * 8 + 2 * t + i) / group;  // a query token sees those before it
       }
     }
     if (PREFETCH_Q) read_q(item + gridDim.x, ahead);
@@ -314,7 +336,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
           for (int i = 0; i < 2; i++) {
             float &x = s[r / 2][c][r % 2 * 2 + i];
             x *= q_scale[c][i];
-            if (INT8) x = fmaf(x, k_of[r], v_log2[r]);  // P carries V's scale
+            if (CAPPED) {  // tanh(y) = 1 - 2 / (1 + exp(2 y)); tanh.approx would be off by 0.02 at a cap of 50
+              if (INT8) x *= k_of[r];
+              x = fmaf(-2.f * cap_log2, inverse_of(1.f + exp2_of(x)), cap_log2);
+              if (INT8) x += v_log2[r];
+            } else if (INT8) x = fmaf(x, k_of[r], v_log2[r]);  // P carries V's scale
             const int at = token + g + 8 * r;
             if (!all_seen && (at >= min(end, limit[c][i]) || at < limit[c][i] - 1 - window)) x = NONE;
             highest[i] = fmaxf(highest[i], x);
@@ -375,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       __syncwarp();  // all have read what the next copy overwrites
     }
-    float *sums = buffers + (turn & 1) * buffer; float2 *stats = (float2 *)(sums + WARPS * columns * SUM_ROW);
+    float *sums = buffers + (turn & 1) * buffer; float2 *stats = (float2 *)(sums + WARPS * width * SUM_ROW);
     wait(&empty[turn & 1], turn >> 1 & 1 ^ 1);
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++)
@@ -384,8 +410,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
         float total = sum[c][i];
 #pragma unroll
         for (int lanes = 4; lanes < 32; lanes *= 2) total += __shfl_xor_sync(~0u, total, lanes);
-        const int column = c * 8 + 2 * t + i, row = warp * columns + column;
-        if (column >= columns) continue;
+        const int column = c * 8 + 2 * t + i, row = warp * width + column;
+        if (column >= min(width, columns - begin)) continue;
         if (g == 0) stats[row] = make_float2(top[c][i], total);
 #pragma unroll
         for (int w = 0; w < VW; w++)
@@ -432,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32) merge_splits(PARA
       Sum all; all.top = 0;
 #pragma unroll
       for (int w = 0; w < MERGE_WARPS; w++) all.add(make_float2(0, totals[w]), sums[w][threadIdx.x]);
-      all.write(a, sequence, rest / columns, rest % columns, threadIdx.x * 4);
+      all.write(a, sequence, rest / columns, rest % columns, threadIdx.x * 4, top);
     }
     __syncthreads();
   }

@@ -80,7 +80,13 @@ def pack_token_scales(k_scale_SH: torch.Tensor, v_scale_SH: torch.Tensor) -> tor
 
 
 def attend(
-    q_NQD: torch.Tensor, codes: Codes, pages: Pages, scale: float, window: int | None = None
+    q_NQD: torch.Tensor,
+    codes: Codes,
+    pages: Pages,
+    scale: float,
+    window: int | None = None,
+    logit_cap: float = 0.0,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q k^T) v`` of the last tokens of each sequence, FP32 ``[N, Q, D]``.
 
@@ -89,13 +95,15 @@ def attend(
     Args:
         q_NQD: the same number of tokens for each sequence. Each attends to those up to itself.
         window: and to no more than so many before it; None for all.
+        logit_cap: scores become ``cap * tanh(score / cap)``; 0 for none.
+        sinks_Q: scores of a token more that every query sees, without a V.
     """
     out_NQD = torch.empty(q_NQD.shape, dtype=torch.float32, device=q_NQD.device)
     queries = len(q_NQD) // len(pages.lengths_B)
     for sequence in range(len(pages.lengths_B)):
         values = codes.values(pages.slots(sequence))
         rows = slice(sequence * queries, (sequence + 1) * queries)
-        out_NQD[rows] = attend_last(q_NQD[rows], *values, scale, window)
+        out_NQD[rows] = attend_last(q_NQD[rows], *values, scale, window, logit_cap, sinks_Q)
     return out_NQD
 
 
@@ -105,8 +113,10 @@ def attend_last(
     v_THD: torch.Tensor,
     scale: float,
     window: int | None = None,
+    logit_cap: float = 0.0,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the last N tokens of one sequence over its FP32 K and V, FP32 ``[N, Q, D]``."""
+    """``attend`` of the last N tokens of one sequence over its FP32 K and V, FP32 ``[N, Q, D]``."""
     last_N = torch.arange(len(k_THD) - len(q_NQD), len(k_THD), device=q_NQD.device)
     at_T = torch.arange(len(k_THD), device=q_NQD.device)
     hidden_NT = at_T > last_N[:, None]
@@ -114,5 +124,11 @@ def attend_last(
         hidden_NT |= at_T < last_N[:, None] - window
     q_NHGD = q_NQD.float().unflatten(1, (k_THD.shape[1], -1))
     scores = torch.einsum("nhgd,thd->nhgt", q_NHGD, k_THD) * scale
+    if logit_cap:
+        scores = logit_cap * (scores / logit_cap).tanh()
     scores.masked_fill_(hidden_NT[:, None, None], -torch.inf)
-    return torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), v_THD).flatten(1, 2)
+    if sinks_Q is not None:
+        sinks_HG1 = sinks_Q.float().view(*scores.shape[1:3], 1)
+        scores = torch.cat([scores, sinks_HG1.expand(len(q_NQD), -1, -1, -1)], -1)
+    weights = scores.softmax(-1)[..., : len(k_THD)]
+    return torch.einsum("nhgt,thd->nhgd", weights, v_THD).flatten(1, 2)

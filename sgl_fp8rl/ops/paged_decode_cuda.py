@@ -17,9 +17,13 @@ import torch
 from sgl_fp8rl.ops.paged_decode import SPLIT, Codes, Pages
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-MAX_COLUMNS = 16
+MAX_COLUMNS = 128
 """Query heads of a KV head times query tokens of a sequence."""
 _COLUMNS_OF_TILE = 8
+_WHOLE_TILES = 2
+"""Up to so many tiles of columns a block takes all; of more it takes some, and the codes again."""
+_BLOCK_TILES = {64: 4, 96: 3, 128: 2, 192: 1, 256: 1}
+"""How many, by head dim, at most: what fits in the registers of one block an SM."""
 _WARPS, _BLOCKS_OF_SM = 4, 2
 _MERGE_BLOCKS_OF_SM, _MERGE_THREADS, _PLAN_THREADS = 4, 256, 1024
 _THREADS = 32 * (_WARPS + 1)
@@ -39,6 +43,7 @@ class Workspace:
         tokens: of the whole cache.
         sequences: of the largest step.
         columns: query heads of a KV head times query tokens of a sequence.
+        is_capped: its layers cap their logits.
 
     Raises:
         ValueError: no kernel has this shape.
@@ -54,14 +59,16 @@ class Workspace:
         device: torch.device,
         *,
         is_int8: bool = False,
+        is_capped: bool = False,
     ) -> None:
         check_shape(dim, columns)
         check_installed()
-        self.columns = columns
+        self.columns, self.is_capped = columns, is_capped
         self.planned: torch.Tensor | None = None
         """The lengths that the plan is of."""
         # compiled here, never while a graph is captured
-        self.kernels = _kernels(device, dim, -(-columns // _COLUMNS_OF_TILE), is_int8)
+        tiles = -(-columns // _COLUMNS_OF_TILE)
+        self.kernels = _kernels(device, tuple(macros(dim, tiles, is_int8, is_capped)))
         splits = tokens // SPLIT + sequences  # a plan that needs more takes longer ones
         self.work = torch.zeros(splits, 4, dtype=torch.int32, device=device)
         self.first = torch.zeros(sequences + 2, dtype=torch.int32, device=device)
@@ -99,6 +106,8 @@ def attend(
     workspace: Workspace,
     scale: float,
     window: int | None = None,
+    logit_cap: float = 0.0,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q k^T) v`` of the last tokens of each sequence, BF16 ``[N, Q, D]``.
 
@@ -108,9 +117,11 @@ def attend(
         q_NQD: BF16, over INT8 FP16 (``kv_int8.rotate_queries``), the same number of tokens for
             each sequence, of which each has at least so many.
         window: a token sees so many before it; None for all.
+        logit_cap: scores become ``cap * tanh(score / cap)``; 0 for none.
+        sinks_Q: BF16 or FP32, scores of a token more that every query sees, without a V.
 
     Raises:
-        ValueError: the workspace is not for this shape.
+        ValueError: the workspace is not for this shape, or sinks are of another.
     """
     (n, query_heads, dim), heads = q_NQD.shape, codes.k_SHD.shape[1]
     sequences, group = len(pages.lengths_B), query_heads // heads
@@ -129,6 +140,20 @@ def attend(
         raise ValueError(
             f"a decode step has {columns} query heads and tokens a KV head, more than the "
             f"{workspace.columns} that its workspace was made for"
+        )
+    if bool(logit_cap) != workspace.is_capped:
+        raise ValueError(
+            f"a decode step caps its logits at {logit_cap}, and its workspace was made with "
+            f"is_capped={workspace.is_capped}; make one with the other"
+        )
+    if sinks_Q is not None and (
+        sinks_Q.shape != (query_heads,)
+        or sinks_Q.dtype not in (torch.bfloat16, torch.float32)
+        or not sinks_Q.is_contiguous()
+    ):
+        raise ValueError(
+            f"a decode step of {query_heads} query heads has attention sinks {sinks_Q.dtype} "
+            f"{list(sinks_Q.shape)}; pass one for each head, contiguous, in BF16 or FP32"
         )
     out = torch.empty(q_NQD.shape, dtype=torch.bfloat16, device=q_NQD.device)
     arguments = (
@@ -154,9 +179,12 @@ def attend(
         np.int32(group),
         np.int32(queries),
         np.int32(_EVERYTHING if window is None else window),
-        np.float32(scale * _LOG2_E),
+        np.float32(scale * _LOG2_E * (2 / logit_cap if logit_cap else 1)),
+        np.float32(logit_cap * _LOG2_E),
+        sinks_Q,
+        np.int32(0 if sinks_Q is None else sinks_Q.element_size()),
     )
-    shared = kernels.stage_bytes + 2 * _WARPS * columns * (dim + 6) * 4
+    shared = kernels.stage_bytes + 2 * _WARPS * min(columns, kernels.columns) * (dim + 6) * 4
     blocks = kernels.decode.occupancy.max_active_blocks_per_multiprocessor(_THREADS, shared)
     decode = _config(blocks * kernels.sms, _THREADS, shared, follows=False)
     _launch(kernels.decode, decode, *arguments)
@@ -205,10 +233,12 @@ class _Kernels:
     sms: int
     stage_bytes: int
     """Shared memory in which a block of ``decode`` keeps codes."""
+    columns: int
+    """Of an item of work."""
 
 
 @cache
-def _kernels(device: torch.device, dim: int, column_tiles: int, is_int8: bool) -> _Kernels:
+def _kernels(device: torch.device, defined: tuple[tuple[str, str], ...]) -> _Kernels:
     """Compile for a device: some seconds."""
     from cuda.bindings import driver
     from cuda.core import Device, Program, ProgramOptions
@@ -216,11 +246,7 @@ def _kernels(device: torch.device, dim: int, column_tiles: int, is_int8: bool) -
     index = torch.cuda.current_device() if device.index is None else device.index
     here = Device(index)
     here.set_current()  # its primary context, which is torch's
-    options = ProgramOptions(
-        arch=f"sm_{here.arch}",
-        std="c++17",
-        define_macro=macros(dim, column_tiles, is_int8),
-    )
+    options = ProgramOptions(arch=f"sm_{here.arch}", std="c++17", define_macro=list(defined))
     code = Program(SOURCE.read_text(), "c++", options).compile("cubin")
     decode, merge, plan = (code.get_kernel(name) for name in ("decode", "merge_splits", "plan"))
     limit = here.properties.max_shared_memory_per_block_optin
@@ -231,23 +257,29 @@ def _kernels(device: torch.device, dim: int, column_tiles: int, is_int8: bool) -
     )
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"the decode kernel gets no shared memory: {status}; report it")
-    tile, stages = _tile_and_stages(dim)
-    stage_bytes = _WARPS * stages * tile * (2 * dim + (4 if is_int8 else 0))
-    return _Kernels(decode, merge, plan, here.properties.multiprocessor_count, stage_bytes)
+    of = {name: int(value) for name, value in defined}
+    stage_bytes = of["WARPS"] * of["STAGES"] * of["TILE"] * (2 * of["D"] + 4 * of["INT8"])
+    columns = of["COLUMN_TILES"] * _COLUMNS_OF_TILE
+    sms = here.properties.multiprocessor_count
+    return _Kernels(decode, merge, plan, sms, stage_bytes, columns)
 
 
-def macros(dim: int, column_tiles: int, is_int8: bool) -> list[tuple[str, str]]:
-    """What the source is compiled with."""
+def macros(dim: int, column_tiles: int, is_int8: bool, is_capped: bool) -> list[tuple[str, str]]:
+    """What the source is compiled with. ``column_tiles``: of all columns."""
     tile, stages = _tile_and_stages(dim)
+    is_blocked = column_tiles > _WHOLE_TILES
+    blocks = -(-column_tiles // _BLOCK_TILES[dim]) if is_blocked else 1
     values = {
         "D": dim,
-        "COLUMN_TILES": column_tiles,
+        "COLUMN_TILES": -(-column_tiles // blocks),
+        "BLOCKED": int(is_blocked),
         "INT8": int(is_int8),
+        "CAPPED": int(is_capped),
         "TILE": tile,
         "STAGES": stages,
         "SPLIT": SPLIT,
         "WARPS": _WARPS,
-        "BLOCKS_OF_SM": _BLOCKS_OF_SM,
+        "BLOCKS_OF_SM": 1 if is_blocked else _BLOCKS_OF_SM,
     }
     return [(name, str(value)) for name, value in values.items()]
 

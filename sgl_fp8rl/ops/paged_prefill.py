@@ -176,21 +176,23 @@ def attend(q_NQD: torch.Tensor, codes: Codes, workspace: Workspace, kernel: Kern
     return out_NQD
 
 
-def reference(scale: float, window: int | None = None) -> Kernel:
-    """A kernel in plain torch, with sums in FP32.
-
-    Args:
-        window: a token sees so many before it; None for all.
-    """
+def reference(
+    scale: float,
+    window: int | None = None,
+    logit_cap: float = 0.0,
+    sinks_Q: torch.Tensor | None = None,
+) -> Kernel:
+    """A kernel in plain torch, with sums in FP32; its arguments are those of ``paged_decode``."""
 
     def kernel(
         q_NQD: torch.Tensor,
         k_WHD: torch.Tensor,
         v_WHD: torch.Tensor,
         group: Group,
-        _: slice,
+        heads: slice,
         out_NQD: torch.Tensor,
     ) -> None:
+        kind = scale, window, logit_cap, None if sinks_Q is None else sinks_Q[heads]
         bounds = zip(group.starts_q.tolist(), group.starts_q.tolist()[1:], strict=False)
         places = zip(group.starts_k.tolist(), group.lengths_k.tolist(), strict=False)
         for (row, stop), (start, length) in zip(bounds, places, strict=True):
@@ -198,6 +200,6 @@ def reference(scale: float, window: int | None = None) -> Kernel:
                 last = min(first + REFERENCE_ROWS, stop)
                 seen = slice(start, start + length - (stop - last))
                 k_THD, v_THD = k_WHD[seen].float(), v_WHD[seen].float()
-                out_NQD[first:last] = attend_last(q_NQD[first:last], k_THD, v_THD, scale, window)
+                out_NQD[first:last] = attend_last(q_NQD[first:last], k_THD, v_THD, *kind)
 
     return kernel

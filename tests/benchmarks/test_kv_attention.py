@@ -224,7 +224,7 @@ def test_every_arm_of_prefill_has_errors_and_times(
     monkeypatch.setattr(prefill, "TIMED", (LAST,))
     monkeypatch.setattr(prefill, "fa3", fa3_in_torch)
     monkeypatch.setattr(prefill, "attend_fa2", attend_fa2_in_torch)
-    monkeypatch.setattr(kv_prefill, "fa3", lambda scale, *_: reference(scale))
+    monkeypatch.setattr(kv_prefill, "fa3", lambda *scores, num_splits: reference(*scores))
     monkeypatch.setattr(prefill.measuring, "queued_us", lambda calls: [c().norm() for c in calls])
     job = prefill.BENCHMARK.jobs[0]
     found = prefill.BENCHMARK.measure(job.spec, Run(tmp_path, tmp_path, tmp_path / "log"))

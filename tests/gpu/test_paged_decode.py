@@ -40,23 +40,58 @@ SEVERAL = [
     for group, queries in ((4, 4), (2, 8), (4, 2))
     for int8 in (False, True)
 ]
+MANY = [
+    Case((9, 500, 1026, 5000), heads=2, group=group, queries=queries, dim=dim, int8=int8)
+    for dim, group, queries in (
+        *((128, group, queries) for group in (4, 8, 16) for queries in (4, 8)),
+        *((dim, 16, 8) for dim in (64, 96, 192, 256)),
+        (64, 5, 5),
+        (96, 8, 3),
+    )
+    for int8 in (False, True)
+] + [Case((9, 1026, 5000), heads=2, group=8, queries=8, window=1500, cap=50.0, sink=4.0)]
+"""Up to 128 columns, whole blocks of them and parts."""
 WINDOWS = [
     Case(UNEQUAL[3:], heads=2, queries=queries, window=window)
     for window in (0, 127, 1500, 20000)
     for queries in (1, 2)
 ]
+CAPS = [
+    Case(UNEQUAL, heads=2, dim=dim, cap=cap, int8=int8)
+    for dim in (64, 128, 256)
+    for cap in (30.0, 50.0)
+    for int8 in (False, True)
+] + [Case((8, 1026, 5000), heads=2, group=2, queries=8, window=1500, cap=50.0)]
+SINKS = [
+    Case(UNEQUAL, heads=2, dim=dim, sink=sink, int8=int8)
+    for dim in (64, 128, 256)
+    for sink in (-2.0, 4.0, 12.0)
+    for int8 in (False, True)
+] + [Case((8, 1026, 5000), heads=2, group=2, queries=8, window=1500, sink=4.0, cap=50.0)]
+"""Below the largest score of a query, near it, and above."""
 
 
-def attention(step: Step, window: int | None = None) -> torch.Tensor:
+def attention(step: Step, window: int | None = None, made_for: int = 0) -> torch.Tensor:
+    """``made_for``: columns of the workspace, where they are more than the step's."""
     sequences, query_heads = len(step.pages.lengths_B), step.q_NQD.shape[1]
     slots, heads, dim = step.codes.k_SHD.shape
     columns = query_heads // heads * (len(step.q_NQD) // sequences)
     is_int8 = step.codes.token_scales_HS is not None
-    workspace = Workspace(slots, sequences, heads, columns, dim, step.q_NQD.device, is_int8=is_int8)
+    workspace = Workspace(
+        slots,
+        sequences,
+        heads,
+        max(columns, made_for),
+        dim,
+        step.q_NQD.device,
+        is_int8=is_int8,
+        is_capped=bool(step.cap),
+    )
     for scratch in (workspace.sums, workspace.stats):
         scratch.fill_(torch.nan)
     workspace.plan(step.pages.lengths_B)
-    return attend(step.q_NQD, step.codes, step.pages, workspace, step.scale, window)
+    given = step.q_NQD, step.codes, step.pages, workspace, step.scale
+    return attend(*given, window, step.cap, step.sinks_Q)
 
 
 def alone(step: Step, sequence: int, query: int, queries: int) -> Step:
@@ -68,7 +103,11 @@ def alone(step: Step, sequence: int, query: int, queries: int) -> Step:
     return replace(step, q_NQD=step.q_NQD[at : at + 1], pages=mine)
 
 
-@pytest.mark.parametrize("case", [*LONG, *SHAPES, *SEVERAL, *WINDOWS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*LONG, *SHAPES, *SEVERAL, *MANY, *WINDOWS, *CAPS, *SINKS],
+    ids=lambda case: case.name,
+)
 def test_attention_over_codes(case: Case, record_property: Callable[[str, object], None]) -> None:
     step = draw(case, "cuda")
     out = attention(step, case.window)
@@ -78,7 +117,11 @@ def test_attention_over_codes(case: Case, record_property: Callable[[str, object
     assert torch.equal(attention(step, case.window), out)
 
 
-@pytest.mark.parametrize("case", [*SHAPES[:8], *SEVERAL, *WINDOWS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*SHAPES[:8], *SEVERAL, *MANY, *WINDOWS, *CAPS, *SINKS],
+    ids=lambda case: case.name,
+)
 def test_the_same_bits_alone(case: Case) -> None:
     step = draw(case, "cuda")
     out = attention(step, case.window)
@@ -88,6 +131,22 @@ def test_the_same_bits_alone(case: Case) -> None:
                 continue
             own = attention(alone(step, sequence, query, case.queries), case.window)
             assert torch.equal(own[0], out[sequence * case.queries + query])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_same_bits_in_a_workspace_for_more_columns(int8: bool) -> None:
+    for dim in (64, 128):
+        step = draw(Case(UNEQUAL, heads=2, dim=dim, int8=int8), "cuda")
+        assert torch.equal(attention(step, made_for=64), attention(step))
+
+
+@pytest.mark.parametrize("case", MANY, ids=lambda case: case.name)
+def test_a_token_too_few_is_seen(case: Case) -> None:
+    """The control of many columns: each of a block has a last token of its own."""
+    step = draw(case, "cuda")
+    fewer = replace(step.pages, lengths_B=step.pages.lengths_B - 1)
+    wrong = exact(replace(step, pages=fewer), case.window)
+    assert errors(attention(step, case.window), wrong)[0] > 2 * ERROR
 
 
 def test_scales_that_are_wrong_are_seen() -> None:
@@ -104,6 +163,25 @@ def test_scales_that_are_wrong_are_seen() -> None:
         step.codes, k_SHD=step.codes.k_SHD.view(torch.uint8)[:, heads].view(torch.float8_e4m3fn)
     )
     assert errors(attention(replace(step, codes=swapped)), wanted)[0] > ERROR
+
+
+@pytest.mark.parametrize("case", CAPS, ids=lambda case: case.name)
+def test_a_cap_that_is_left_out_is_seen(case: Case) -> None:
+    step = draw(case, "cuda")
+    bare = attention(replace(step, cap=0.0), case.window)
+    assert errors(bare, exact(step, case.window))[0] > 2 * ERROR
+
+
+@pytest.mark.parametrize("case", SINKS, ids=lambda case: case.name)
+def test_sinks_are_of_their_heads(case: Case) -> None:
+    step = draw(case, "cuda")
+    assert step.sinks_Q is not None
+    wanted = exact(step, case.window)
+    for wrong in (None, step.sinks_Q.roll(1)):
+        out = attention(replace(step, sinks_Q=wrong), case.window)
+        assert errors(out, wanted)[0] > 2 * ERROR
+    same = replace(step, sinks_Q=step.sinks_Q.float())
+    assert torch.equal(attention(same, case.window), attention(step, case.window))
 
 
 def test_sums_of_14_bits_are_seen() -> None:

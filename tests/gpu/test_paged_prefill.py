@@ -32,6 +32,10 @@ SHAPES = [
     for page in (1, 64)
     for int8 in (False, True)
     for window in (None, 127)
+] + [
+    Case(UNEQUAL, heads=2, queries=17, int8=int8, cap=cap, sink=sink)
+    for int8 in (False, True)
+    for cap, sink in ((0.0, 4.0), (30.0, None), (50.0, 0.0))
 ]
 SMALL = 2 * 2 * 128 * 9100
 """A workspace in bytes, of one head of the longest sequence."""
@@ -44,7 +48,7 @@ def prefill(step: Step, case: Case, extends: Sequence[int], size: int) -> torch.
     workspace = Workspace(case.heads, case.dim, longest, q_NQD.dtype, DEVICE, size)
     pages = step.pages
     workspace.plan(pages.lengths_B, extends, case.lengths, pages.table_BP, pages.size)
-    out = attend(q_NQD, step.codes, workspace, fa3(step.scale, case.window))
+    out = attend(q_NQD, step.codes, workspace, fa3(step.scale, case.window, step.cap, step.sinks_Q))
     full = torch.full_like(step.q_NQD, torch.nan)
     full[rows] = out
     return full

@@ -183,17 +183,26 @@ def test_decode_sees_the_window() -> None:
     assert fakes.relative_error(out, wider) > ERROR
 
 
-@pytest.mark.parametrize(
-    ("change", "kwargs"), [({"logit_cap": 30.0}, {}), ({}, {"sinks": torch.ones(4)})]
-)
-def test_what_the_decode_kernel_lacks_is_refused(
-    change: dict[str, Any], kwargs: dict[str, Any]
-) -> None:
+def test_decode_caps_logits() -> None:
     _, (layer,) = fakes.scaled()
-    for name, value in change.items():
-        setattr(layer, name, value)
-    with pytest.raises(RuntimeError, match="--decode-attention-backend flashinfer"):
-        decode_step(layer, **kwargs)
+    uncapped = decode_step(layer)[1]
+    layer.logit_cap = 1e-6  # all scores are the same: the mean of V
+    _, out, backend = decode_step(layer)
+    q = torch.zeros(1, HEADS * GROUP * DIM, dtype=BF16)
+    scales = layer.fp8rl_layer.scales.scales[0]
+    mean = fakes.reference(q, backend, torch.arange(TOKENS + 2), scales, DIM**-0.5)
+    assert fakes.relative_error(out, mean) < ERROR < fakes.relative_error(uncapped, mean)
+
+
+def test_decode_has_the_sinks_that_sglang_passes() -> None:
+    _, (layer,) = fakes.scaled()
+    bare = decode_step(layer)[1].view(-1, DIM)
+    sinks = torch.full((HEADS * GROUP,), -1e4)
+    sinks[1] = 1e4  # takes all of the weight
+    out = decode_step(layer, sinks=sinks)[1].view(-1, DIM)
+    kept = torch.arange(HEADS * GROUP) != 1
+    assert torch.equal(out[kept], bare[kept])
+    assert not bool(out[1].any()) and bool(bare[1].any())
 
 
 def test_a_factor_goes_to_the_query_heads_of_its_kv_head() -> None:

@@ -1,10 +1,13 @@
 """The reference of decode attention beside float64, and that the CUDA source compiles."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sgl_fp8rl.ops import paged_decode, paged_decode_cuda
-from tests.attention_oracle import Case, draw, errors, exact
+from tests.attention_oracle import Case, Step, draw, errors, exact
 
 ERROR = 1e-5
 """Relative. Healthy: 3e-7, FP32."""
@@ -13,6 +16,8 @@ CASES = (
     Case((5, 33, 130), heads=2, dim=64, int8=True, page=1),
     Case((70, 300), heads=2, softmax="needle", window=20, page=16),
     Case((3000,), heads=2, softmax="flat", mean=1.0),
+    Case((70, 300), heads=2, dim=64, cap=50.0),
+    Case((5, 33, 130), heads=2, dim=64, group=3, queries=2, sink=2.0),
 )
 
 
@@ -20,12 +25,42 @@ CASES = (
 def test_the_reference_is_exact(case: Case) -> None:
     step = draw(case, "cpu")
     wanted = exact(step, case.window)
-    out = paged_decode.attend(step.q_NQD, step.codes, step.pages, step.scale, case.window)
+    out = reference(step, case.window)
     assert errors(out, wanted)[0] < ERROR
     one_more = None if case.window is None else case.window + 1
     other_scale = step.scale if one_more else step.scale * 2
-    other = paged_decode.attend(step.q_NQD, step.codes, step.pages, other_scale, one_more)
+    other = reference(replace(step, scale=other_scale), one_more)
     assert errors(other, wanted)[0] > 10 * ERROR
+
+
+def reference(step: Step, window: int | None) -> torch.Tensor:
+    given = step.q_NQD, step.codes, step.pages, step.scale
+    return paged_decode.attend(*given, window, step.cap, step.sinks_Q)
+
+
+@pytest.mark.parametrize("cap", [30.0, 50.0])
+def test_a_cap_is_seen(cap: float) -> None:
+    step = draw(Case((300,), heads=2, cap=cap), "cpu")
+    assert errors(reference(replace(step, cap=0.0), None), exact(step))[0] > 0.1
+
+
+@pytest.mark.parametrize("sink", [-2.0, 4.0, 12.0])
+def test_sinks_are_seen(sink: float) -> None:
+    """Also where one query head has that of another."""
+    step = draw(Case((1, 30, 300), heads=2, sink=sink), "cpu")
+    assert step.sinks_Q is not None
+    for wrong in (None, step.sinks_Q.roll(1)):
+        assert errors(reference(replace(step, sinks_Q=wrong), None), exact(step))[0] > 0.01
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 50.0, 1000.0])
+def test_the_tanh_of_the_kernel_is_exact(cap: float) -> None:
+    """Its formula in FP32, of log2 scores, beyond where exp overflows, too."""
+    score = torch.linspace(-200 * cap, 200 * cap, 100_001)
+    cap_log2 = torch.tensor(cap / math.log(2))
+    capped = -2 * cap_log2 * (1 + (score * (2 / math.log(2) / cap)).exp2()).reciprocal() + cap_log2
+    wanted = cap / math.log(2) * (score.double() / cap).tanh()
+    assert float((capped - wanted).abs().max()) < 1e-6 * cap
 
 
 def test_token_scales_are_packed_as_they_are_read() -> None:
@@ -36,17 +71,28 @@ def test_token_scales_are_packed_as_they_are_read() -> None:
     assert torch.equal(paged_decode.pack_token_scales(k_SH, v_SH), packed)
 
 
+@pytest.mark.parametrize(("column_tiles", "is_capped"), [(1, False), (16, True)])
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_the_kernel_compiles_for_hopper(is_int8: bool) -> None:
+def test_the_kernel_compiles_for_hopper(is_int8: bool, column_tiles: int, is_capped: bool) -> None:
     """Without a GPU; NVRTC comes with torch's CUDA build."""
     core = pytest.importorskip("cuda.core")
     source = paged_decode_cuda.SOURCE.read_text()
-    macros = paged_decode_cuda.macros(128, 1, is_int8)
+    macros = paged_decode_cuda.macros(128, column_tiles, is_int8, is_capped)
     options = core.ProgramOptions(arch="sm_90", std="c++17", define_macro=macros)
     assert core.Program(source, "c++", options).compile("cubin").code
 
 
+@pytest.mark.parametrize("dim", paged_decode_cuda.HEAD_DIMS)
+def test_a_block_fits_in_an_sm(dim: int) -> None:
+    for tiles in range(1, paged_decode_cuda.MAX_COLUMNS // 8 + 1):
+        of = {name: int(value) for name, value in paged_decode_cuda.macros(dim, tiles, True, False)}
+        assert of["BLOCKED"] or of["COLUMN_TILES"] == tiles
+        codes = of["STAGES"] * of["TILE"] * (2 * dim + 4)
+        sums = 2 * 8 * of["COLUMN_TILES"] * (dim + 6) * 4
+        assert of["WARPS"] * (codes + sums) <= 227 * 1024 - 64
+
+
 def test_a_shape_without_a_kernel_is_refused() -> None:
-    for dim, columns in ((80, 4), (128, 17), (128, 0)):
+    for dim, columns in ((80, 4), (128, 129), (128, 0)):
         with pytest.raises(ValueError, match="no decode kernel"):
             paged_decode_cuda.check_shape(dim, columns)

@@ -33,7 +33,9 @@ def prefill(
     workspace = Workspace(case.heads, case.dim, longest, q_NQD.dtype, CPU, size)
     pages = step.pages
     workspace.plan(pages.lengths_B, extends, case.lengths, pages.table_BP, pages.size)
-    out = attend(q_NQD, step.codes, workspace, reference(step.scale, case.window))
+    out = attend(
+        q_NQD, step.codes, workspace, reference(step.scale, case.window, step.cap, step.sinks_Q)
+    )
     return out, exact(step, case.window)[rows], workspace
 
 
@@ -83,7 +85,7 @@ def test_sequences_that_fit_are_attended_to_together() -> None:
 
 def test_heads_take_turns_where_a_sequence_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_prefill, "REFERENCE_ROWS", 3)  # and its rows
-    case = Case((90, 30), heads=3, group=2, dim=16, queries=7, page=16, int8=True)
+    case = Case((90, 30), heads=3, group=2, dim=16, queries=7, page=16, int8=True, cap=30, sink=2)
     out, wanted, _ = prefill(case, (7, 5), size=2 * 2 * 16 * 2 * 96)  # two heads of it
     assert errors(out, wanted)[0] < ERROR
 
