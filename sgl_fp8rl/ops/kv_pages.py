@@ -22,7 +22,7 @@ def dequantize_pages(
     scales are powers of two.
 
     A NaN of V becomes 0: attention multiplies a token that it masks by 0, and so one request would
-    make NaN of another. Its own outputs are NaN by its K, which over INT8 is NaN where V is.
+    make NaN of another. Over INT8 its K becomes NaN, and with it the scores of its own request.
 
     Args:
         codes: of a layer's cache, heads contiguous.

@@ -82,7 +82,7 @@ def test_unequal_sequences(
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_nan_of_one_sequence_reaches_no_other(int8: bool) -> None:
-    """Neither in its batch nor where its memory is used again."""
+    """Neither in its batch nor where its memory is used again. FA3 makes 0 of its own outputs."""
     case = Case((9000, 30, 700), queries=4, int8=int8)
     step = with_powers_of_two(draw(case, "cuda"))
     workspace = Workspace(8, 128, 9064, step.q_NQD.dtype, DEVICE)
@@ -102,7 +102,7 @@ def test_a_nan_of_one_sequence_reaches_no_other(int8: bool) -> None:
         step.codes.k_SHD.view(torch.uint8)[slots] = 0x7F
         step.codes.v_SHD.view(torch.uint8)[slots] = 0x7F
     out = run(0)
-    assert bool(out[:4].isnan().all()) and torch.equal(out[4:], clean[4:])
+    assert not torch.equal(out[:4], clean[:4]) and torch.equal(out[4:], clean[4:])
     assert torch.equal(run(1), others)
 
 
