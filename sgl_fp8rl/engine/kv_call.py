@@ -61,6 +61,10 @@ class Call(NamedTuple):
 
     def flat(self, out_NQD: torch.Tensor) -> torch.Tensor:
         """As the backend returns it, in the dtype of the model."""
+        if (out_NQD.is_cuda, out_NQD.dtype, self.q.dtype) == (True, torch.float16, torch.bfloat16):
+            from sgl_fp8rl.ops.kv_int8_triton import to_bf16
+
+            return to_bf16(out_NQD).flatten(1)
         return out_NQD.to(self.q.dtype).flatten(1)
 
     @property

@@ -7,8 +7,6 @@ tokens, C channels (query heads * head dim), H KV heads of this rank.
 
 import torch
 
-from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
-
 
 def scale_heads(
     x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None = None
@@ -19,8 +17,7 @@ def scale_heads(
         x: BF16 or FP16 ``[T, C]`` or ``[T, heads, head dim]``, any stride over tokens. The
             channels of a token are H groups of ``C / H``: the query heads of a KV head.
         factor_H: FP32, any stride, read on the device.
-        out: the destination, with x's shape and dtype; may be x. Or float8_e4m3fn, of which +-448
-            are the ends. None for a new contiguous tensor of x's dtype.
+        out: the destination, with x's shape and dtype; may be x. None for a new contiguous tensor.
 
     Returns:
         ``out``.
@@ -31,11 +28,7 @@ def scale_heads(
     x_TC, out_TC, out = flatten_heads(x, factor_H, out)
     heads = (len(factor_H), -1)
     x_THC, out_THC = x_TC.unflatten(1, heads), out_TC.unflatten(1, heads)
-    if out.dtype == FP8_DTYPE:
-        product = x_THC * factor_H.unsqueeze(1)  # FP32
-        out_THC.copy_(product.clamp(-FP8_MAX, FP8_MAX))  # NaN passes
-    else:
-        torch.mul(x_THC, factor_H.unsqueeze(1), out=out_THC)
+    torch.mul(x_THC, factor_H.unsqueeze(1), out=out_THC)
     return out
 
 
@@ -59,10 +52,10 @@ def flatten_heads(
         )
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    elif out.shape != x.shape or out.dtype not in (x.dtype, FP8_DTYPE):
+    elif out.shape != x.shape or out.dtype != x.dtype:
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)}, x is {x.dtype} {tuple(x.shape)}; pass an out "
-            f"of x's shape, and of its dtype or {FP8_DTYPE}"
+            f"of x's shape and dtype"
         )
     x_TC = x.reshape(len(x), channels)
     out_TC = out.view(len(x), channels)

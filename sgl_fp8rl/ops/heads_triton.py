@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from sgl_fp8rl.ops.heads import flatten_heads
-from sgl_fp8rl.ops.kv_triton import saturate
 
 # Elements per program: four loads of 16 bytes in flight per thread. Neither depends on the batch:
 # serving compiles nothing after the first decode and the first prefill.
@@ -74,7 +73,4 @@ def _scale_heads(
     source = x + (token * x_stride + head * WIDTH)[:, None] + col
     values = tl.load(source, mask=box, other=0.0).to(tl.float32)
     target = out + (token * out_stride + head * WIDTH)[:, None] + col
-    product = values * factor
-    if out.dtype.element_ty == tl.float8e4nv:
-        product = saturate(product)
-    tl.store(target, product.to(out.dtype.element_ty), mask=box)
+    tl.store(target, (values * factor).to(out.dtype.element_ty), mask=box)

@@ -1,15 +1,11 @@
 """Query heads times a factor of their KV head: the kernel against its reference, byte for byte."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from sgl_fp8rl.ops import heads, heads_triton
-from sgl_fp8rl.ops.reference import FP8_DTYPE
-from tests import oracle
 from tests.gpu.conftest import INTERPRETED
 
 Tensor = torch.Tensor
@@ -46,29 +42,10 @@ def on(x: Tensor, device: str) -> Tensor:
     return copy.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def codes(x: Tensor, factor_H: Tensor) -> NDArray[np.uint8]:
-    """E4M3 by the oracle's table of its 256 values, saturated; NaN is 0x7F, of either sign."""
-    width = x.shape[1:].numel() // len(factor_H)
-    with np.errstate(all="ignore"):
-        product = x.flatten(1).double() * factor_H.double().repeat_interleave(width)
-        values = product.numpy().astype(np.float32)
-    found = np.where(np.isnan(values), 0x7F, oracle.encode(values))
-    return found.astype(np.uint8).reshape(tuple(x.shape))
-
-
 def check(x: Tensor, factor_H: Tensor, device: str) -> Tensor:
-    """New, in place and as codes, kernel and reference leave the same; the new one is returned."""
+    """New and in place, kernel and reference leave the same; the new one is returned."""
     want = heads.scale_heads(x, factor_H)
     mine, factor = on(x, device), on(factor_H, device)
-    for function, arguments in (
-        (heads.scale_heads, (x, factor_H)),
-        (heads_triton.scale_heads, (mine, factor)),
-    ):
-        made = torch.empty(x.shape, dtype=FP8_DTYPE, device=arguments[0].device)
-        assert function(*arguments, out=made) is made
-        got = made.cpu()
-        found = torch.where(got.float().isnan(), torch.tensor(0x7F), got.view(torch.uint8))
-        np.testing.assert_array_equal(found.numpy(), codes(x, factor_H))
     got = heads_triton.scale_heads(mine, factor)
     assert got.shape == x.shape and got.dtype == x.dtype and got.is_contiguous()
     assert torch.equal(bits(got), bits(want))

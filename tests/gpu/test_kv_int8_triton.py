@@ -1,5 +1,6 @@
 """The INT8 store's kernel against its reference and the NumPy oracle, byte for byte."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -150,6 +151,13 @@ def test_control_a_wrong_store_is_seen(
         left(made, store_kv_int8, device).check(wanted)
 
 
+def test_outputs_are_cast_as_torch_does(device: str) -> None:
+    every = torch.arange(65536).to(torch.uint16).view(FP16)[:65535]
+    mine, wanted = kv_int8_triton.to_bf16(every.to(device)).cpu(), every.to(BF16)
+    assert mine.dtype == BF16
+    assert bool(((mine == wanted) | (mine.isnan() & wanted.isnan())).all())
+
+
 def test_what_does_not_fit_is_a_sentence(device: str) -> None:
     made = case((3, 2, 32))
     made.slots_T = made.slots_T.int()
@@ -189,8 +197,9 @@ def test_a_graph_reads_what_is_there_when_it_is_replayed(device: str, tokens: in
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 def test_a_program_spills_no_registers(device: str) -> None:
-    for dim in DIMS:
-        left(case((3, 8, dim)), store_kv_int8, device)
+    kv_int8_triton._store_rows.device_caches.clear()  # of shapes that no engine has
+    for dim, tokens in itertools.product(DIMS, (3, 2048)):
+        left(case((tokens, 8, dim)), store_kv_int8, device)
     kernels = [
         kernel
         for caches in kv_int8_triton._store_rows.device_caches.values()
