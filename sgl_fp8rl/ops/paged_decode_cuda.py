@@ -143,8 +143,8 @@ def attend(
         )
     if bool(logit_cap) != workspace.is_capped:
         raise ValueError(
-            f"a decode step caps its logits at {logit_cap}, and its workspace was made with "
-            f"is_capped={workspace.is_capped}; make one with the other"
+            f"a decode step has a logit cap of {logit_cap} and a workspace made with "
+            f"is_capped={workspace.is_capped}; make a workspace with is_capped={bool(logit_cap)}"
         )
     if sinks_Q is not None and (
         sinks_Q.shape != (query_heads,)

@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,25 @@ def test_a_block_fits_in_an_sm(dim: int) -> None:
         codes = of["STAGES"] * of["TILE"] * (2 * dim + 4)
         sums = 2 * 8 * of["COLUMN_TILES"] * (dim + 6) * 4
         assert of["WARPS"] * (codes + sums) <= 227 * 1024 - 64
+
+
+@pytest.mark.parametrize(
+    ("cap", "sinks_Q", "message"),
+    [
+        (30.0, None, "a logit cap of 30.0 and a workspace made with is_capped=False"),
+        (0.0, torch.zeros(4), r"8 query heads has attention sinks torch.float32 \[4\]"),
+        (0.0, torch.zeros(8).half(), "float16 .* in BF16 or FP32"),
+        (0.0, torch.zeros(16)[::2], "contiguous"),
+    ],
+)
+def test_what_the_kernel_would_misread_is_refused(
+    cap: float, sinks_Q: torch.Tensor | None, message: str
+) -> None:
+    step = draw(Case((40,), heads=2), "cpu")
+    workspace: Any = SimpleNamespace(columns=4, is_capped=False, kernels=None)
+    given = step.q_NQD, step.codes, step.pages, workspace, step.scale
+    with pytest.raises(ValueError, match=message):
+        paged_decode_cuda.attend(*given, None, cap, sinks_Q)
 
 
 def test_a_shape_without_a_kernel_is_refused() -> None:
