@@ -158,9 +158,11 @@ def attend(q_NQD: torch.Tensor, codes: Codes, workspace: Workspace, kernel: Kern
     else:
         from sgl_fp8rl.ops.kv_pages import dequantize_pages
     out_NQD = torch.empty(q_NQD.shape, dtype=q_NQD.dtype, device=q_NQD.device)
-    out_NQD[workspace.groups[-1].rows.stop : N] = 0
+    if (last := workspace.groups[-1].rows.stop) < N:
+        out_NQD[last:] = 0
     for group in workspace.groups:
         tokens = len(group.pages_P) * group.page_size
+        q, out = q_NQD[group.rows], out_NQD[group.rows]
         step = min(heads, max(1, workspace.row // tokens))
         for first in range(0, heads, step):
             several = slice(first, min(first + step, heads))
@@ -169,10 +171,10 @@ def attend(q_NQD: torch.Tensor, codes: Codes, workspace: Workspace, kernel: Kern
                 x_WD[: tokens * count].view(tokens, count, dim)
                 for x_WD in (workspace.k_WD, workspace.v_WD)
             )
-            part = codes.of_heads(several)
+            part = codes if step == heads else codes.of_heads(several)
             dequantize_pages(part, group.pages_P, group.page_size, k_WHD, v_WHD)
             of_q = slice(first * group_size, several.stop * group_size)
-            kernel(q_NQD[group.rows, of_q], k_WHD, v_WHD, group, of_q, out_NQD[group.rows, of_q])
+            kernel(q[:, of_q], k_WHD, v_WHD, group, of_q, out[:, of_q])
     return out_NQD
 
 
