@@ -62,8 +62,8 @@ LAYERS = (
     "sgl_fp8rl.engine.channel",
     "sgl_fp8rl.engine.linear sgl_fp8rl.engine.routed_experts sgl_fp8rl.engine.sampler "
     "sgl_fp8rl.engine.output_stream sgl_fp8rl.engine.internal_requests "
-    "sgl_fp8rl.engine.kv_attention sgl_fp8rl.engine.kv_decode "
-    "sgl_fp8rl.engine.kv_calibrate",
+    "sgl_fp8rl.engine.kv_attention sgl_fp8rl.engine.kv_call sgl_fp8rl.engine.kv_decode "
+    "sgl_fp8rl.engine.kv_prefill sgl_fp8rl.engine.kv_calibrate",
     "sgl_fp8rl.engine.moe",
     "sgl_fp8rl.engine.fusion sgl_fp8rl.engine.quant_config sgl_fp8rl.engine.hooks",
     "sgl_fp8rl.weight_update",
