@@ -42,8 +42,8 @@ def lines(
         ratio = seconds[IN_E4M3.name] / seconds[IN_INT8.name]
         told.append(
             f"An INT8 KV cache ({IN_INT8.flags}), which is nearer to BF16's values: {ratio:.2f} "
-            f"times as fast as {IN_E4M3.name} by its bytes and BF16's prefill; docs/kv_cache.md has "
-            f"what engines took."
+            f"times as fast as {IN_E4M3.name} by its bytes and BF16's prefill; docs/kv_cache.md "
+            f"has what engines took."
         )
     return told
 
