@@ -9,11 +9,6 @@ DECODE = ("decode_step_ms", "{median:.2f} ms", "decode step, sequences x prompt"
 PREFILL = ("prefill_s", "{median:.3g} s", "prefill of all prompts")
 
 
-def decode(results: Results) -> str:
-    """Decode steps alone."""
-    return joined(_compared(results, *DECODE), _source(results))
-
-
 def both(results: Results) -> str:
     """Decode steps and prefills."""
     tables = [_compared(results, *what) for what in (DECODE, PREFILL)]
