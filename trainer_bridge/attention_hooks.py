@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-Observe = Callable[
-    [int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    None,
-]
-"""``KVCalibrator.observe``: layer, query, key and value ``[B, heads, T, D]``, mask ``[B, T]``."""
+Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+"""``KVCalibrator.observe``: layer, key and value ``[B, heads, T, D]``, mask ``[B, T]``."""
 FAKE_QUANTIZED = "fake_quantized_kv"
 """Attribute of an attention module: what attends in ``fp8_attention``, where it has one."""
 
@@ -36,9 +33,19 @@ class Watch:
     def see(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Observe a call of the attention function if ``module`` belongs to this model."""
-        if module in self._layers:
-            self._observe(self._layers[module], query, key, value, self._mask)
+        """Observe a call of the attention function if ``module`` belongs to this model.
+
+        Raises:
+            ValueError: K holds tokens that were observed before.
+        """
+        if (layer := self._layers.get(module)) is None:
+            return
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"layer {layer} has Q of {query.shape[2]} tokens and K of {key.shape[2]}; observe "
+                f"whole sequences, without a KV cache that holds earlier tokens"
+            )
+        self._observe(layer, key, value, self._mask)
 
     @contextmanager
     def masks(self) -> Iterator[None]:

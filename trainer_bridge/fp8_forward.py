@@ -215,7 +215,7 @@ def _kv_scales_of(engine: Participant) -> list[tuple[float, float] | None] | Non
             f"{engine.name} measures its KV scales at the first prefill after an update, which has "
             f"not come yet; call it after a rollout, or give kv_scales to update"
         )
-    return [(max(k), max(v)) for k, v, _ in reply["scales"]]
+    return [(max(k), max(v)) for k, v in reply["scales"]]
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,7 @@
-"""Calibrate an FP8 KV cache on the trainer: measure K, V and Q in its own forward.
+"""Calibrate an FP8 KV cache on the trainer: measure K and V in its own forward.
 
-Shape suffixes: B sequences, T tokens, D head dim, H KV heads, N query heads (or H where the tensor
-is K or V), L layers, R rows (K, V, Q: ``sgl_fp8rl.protocol.kv_schema.KV_SCALE_ROWS``).
+Shape suffixes: B sequences, T tokens, D head dim, H KV heads, L layers, R rows (K, V:
+``sgl_fp8rl.protocol.kv_schema.KV_SCALE_ROWS``).
 """
 
 from collections.abc import Iterator
@@ -28,11 +28,10 @@ BINS = (MAGNITUDE >> SHIFT) + 1
 
 
 class KVCalibrator:
-    """Measures K, V and Q over the tokens of a step, on the device, and computes KV scales.
+    """Measures K and V over the tokens of a step, on the device, and computes KV scales.
 
-    The measure is ``amax``, the largest magnitude per layer, row (K, V, Q) and KV head; the query
-    heads that share a KV head share one. A forward that activation checkpointing recomputes in the
-    backward is not counted twice.
+    The measure is ``amax``, the largest magnitude per layer, row (K, V) and KV head. A forward that
+    activation checkpointing recomputes in the backward is not counted twice.
 
     Args:
         layers: number of attention layers of the model.
@@ -99,9 +98,9 @@ class KVCalibrator:
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Observe every forward of a transformers model in this context.
 
-        It sees the query, key and value that the attention function gets, after QK-norm and RoPE,
-        under every attention implementation, and changes nothing. Tokens at which
-        ``attention_mask`` is 0 do not count. Compiled code is not observed: run it inside
+        It sees the key and value that the attention function gets, after QK-norm and RoPE, under
+        every attention implementation, and changes nothing. Tokens at which ``attention_mask`` is 0
+        do not count. Compiled code is not observed: run it inside
         ``torch.compiler.set_stance("force_eager")``.
 
         Args:
@@ -109,7 +108,8 @@ class KVCalibrator:
 
         Raises:
             ValueError: this is not a transformers model; call ``observe`` in its attention.
-            ValueError: (in the forward) the mask is not ``[B, T]``, or ``observe`` refuses.
+            ValueError: (in the forward) the mask is not ``[B, T]``, a KV cache holds earlier
+                tokens, or ``observe`` refuses.
         """
         watch = Watch(self.observe, model)
         with watch.masks(), reporting(watch):
@@ -119,7 +119,6 @@ class KVCalibrator:
     def observe(
         self,
         layer: int,
-        q_BNTD: torch.Tensor,
         k_BHTD: torch.Tensor,
         v_BHTD: torch.Tensor,
         mask_BT: torch.Tensor | None = None,
@@ -128,8 +127,7 @@ class KVCalibrator:
 
         Args:
             layer: index of the layer, from 0.
-            q_BNTD: query after QK-norm and RoPE, any float dtype.
-            k_BHTD: key after QK-norm and RoPE, not repeated for the query heads.
+            k_BHTD: key after QK-norm and RoPE, any float dtype, not repeated for the query heads.
             v_BHTD: value, not repeated for the query heads.
             mask_BT: tokens at which it is 0 (or False) do not count.
 
@@ -138,12 +136,12 @@ class KVCalibrator:
         """
         if torch._C._current_graph_task_id() != -1:
             return  # inside a backward: this forward was observed before
-        self._check(layer, q_BNTD, k_BHTD, v_BHTD, mask_BT)
+        self._check(layer, k_BHTD, v_BHTD, mask_BT)
         if self._statistics is None:
-            self._statistics = self._empty(q_BNTD.device)
-        counts = None if mask_BT is None else mask_BT.to(q_BNTD.device) != 0
+            self._statistics = self._empty(k_BHTD.device)
+        counts = None if mask_BT is None else mask_BT.to(k_BHTD.device) != 0
         take = self._take_amax if self.percentile is None else self._take_counts
-        for row, x in enumerate((k_BHTD, v_BHTD, q_BNTD)):
+        for row, x in enumerate((k_BHTD, v_BHTD)):
             if x.numel():
                 take(self._statistics[layer, row], x.detach(), counts)
 
@@ -153,7 +151,7 @@ class KVCalibrator:
         This is a collective call of all ranks of the group, if torch.distributed is initialized.
 
         Returns:
-            FP32 ``[L, 3, H]``, the same on each rank: ``max(measure, 1e-10) * margin / 448``. If
+            FP32 ``[L, 2, H]``, the same on each rank: ``max(measure, 1e-10) * margin / 448``. If
             torch.distributed is initialized and can reduce there, on the CPU.
 
         Raises:
@@ -169,7 +167,6 @@ class KVCalibrator:
     def _check(
         self,
         layer: int,
-        q_BNTD: torch.Tensor,
         k_BHTD: torch.Tensor,
         v_BHTD: torch.Tensor,
         mask_BT: torch.Tensor | None,
@@ -179,22 +176,16 @@ class KVCalibrator:
                 f"layer {layer} was observed by a calibrator of {self.layers} layers; make it with "
                 f"as many layers as the model has"
             )
-        shapes = tuple(q_BNTD.shape), tuple(k_BHTD.shape), tuple(v_BHTD.shape)
-        if any(len(shape) != 4 or shape[1] % self.kv_heads for shape in shapes) or not (
-            shapes[1][1] == shapes[2][1] == self.kv_heads
-        ):
+        k_shape, v_shape = tuple(k_BHTD.shape), tuple(v_BHTD.shape)
+        is_alike = len(k_shape) == len(v_shape) == 4 and k_shape[:3] == v_shape[:3]
+        if not is_alike or k_shape[1] != self.kv_heads:
             raise ValueError(
-                f"layer {layer} has q, k, v of shapes {shapes}; pass [batch, heads, tokens, head "
-                f"dim], K and V with {self.kv_heads} heads, before they are repeated for Q"
+                f"layer {layer} has K of shape {k_shape} and V of {v_shape}; pass [batch, heads, "
+                f"tokens, head dim] with {self.kv_heads} heads, before they are repeated for Q"
             )
-        if len({(shape[0], shape[2]) for shape in shapes}) > 1:
+        if mask_BT is not None and mask_BT.shape != (k_shape[0], k_shape[2]):
             raise ValueError(
-                f"layer {layer} has q, k, v of shapes {shapes}; observe a forward of whole "
-                f"sequences, without a KV cache that holds earlier tokens"
-            )
-        if mask_BT is not None and mask_BT.shape != (shapes[0][0], shapes[0][2]):
-            raise ValueError(
-                f"layer {layer} has q of shape {shapes[0]} and a mask of shape "
+                f"layer {layer} has K of shape {k_shape} and a mask of shape "
                 f"{tuple(mask_BT.shape)}; pass [batch, tokens], 0 where a token is padding"
             )
 
@@ -206,23 +197,22 @@ class KVCalibrator:
             return torch.zeros((*shape, BINS), dtype=torch.int64, device=device)
 
     def _take_amax(
-        self, bits_H: torch.Tensor, x_BNTD: torch.Tensor, counts_BT: torch.Tensor | None
+        self, bits_H: torch.Tensor, x_BHTD: torch.Tensor, counts_BT: torch.Tensor | None
     ) -> None:
         # a NaN may still have a sign
-        bits_BNT = x_BNTD.abs().amax(-1).float().view(torch.int32) & MAGNITUDE
+        bits_BHT = x_BHTD.abs().amax(-1).float().view(torch.int32) & MAGNITUDE
         if counts_BT is not None:
-            bits_BNT = torch.where(counts_BT[:, None], bits_BNT, UNSEEN)
-        found_H = bits_BNT.unflatten(1, (self.kv_heads, -1)).amax((0, 2, 3))
-        torch.maximum(bits_H, found_H, out=bits_H)
+            bits_BHT = torch.where(counts_BT[:, None], bits_BHT, UNSEEN)
+        torch.maximum(bits_H, bits_BHT.amax((0, 2)), out=bits_H)
 
     def _take_counts(
-        self, counts_HX: torch.Tensor, x_BNTD: torch.Tensor, counts_BT: torch.Tensor | None
+        self, counts_HX: torch.Tensor, x_BHTD: torch.Tensor, counts_BT: torch.Tensor | None
     ) -> None:
         one = counts_HX.new_ones(())
         # one head at a time: the indices take 8 bytes per element
-        for head, x in enumerate(x_BNTD.unflatten(1, (self.kv_heads, -1)).unbind(1)):
+        for head, x in enumerate(x_BHTD.unbind(1)):
             bits = x.float().contiguous().view(torch.int32) & MAGNITUDE
-            weights = one if counts_BT is None else counts_BT[:, None, :, None].to(one.dtype)
+            weights = one if counts_BT is None else counts_BT[..., None].to(one.dtype)
             index = (bits >> SHIFT).long()
             counts_HX[head].scatter_add_(0, index.view(-1), weights.expand_as(index).reshape(-1))
 

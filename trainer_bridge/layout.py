@@ -139,7 +139,7 @@ def check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:
     if scales.shape != shape:
         raise ManifestError(
             f"kv_scales has shape {tuple(scales.shape)}, and the engine's KV cache {shape}; "
-            f"calibrate the model that it serves, with [layers, {len(KV_SCALE_ROWS)}, KV heads]"
+            f"calibrate the model that it serves: [layers, K and V (no longer Q), KV heads]"
         )
     values = scales.detach().cpu()
     sound = (values >= LEAST_KV_SCALE) & (values <= LARGEST_KV_SCALE)

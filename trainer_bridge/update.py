@@ -106,8 +106,8 @@ def update(
             default each. One that fails is left out and named in the result; if this process had
             connected to it, it does not generate until a later update heals it. ``update`` with the
             same version sends it to the engines that lack it.
-        kv_scales: for an E4M3 KV cache, FP32 ``[layers, 3, KV heads of the whole model]``: scales
-            of K, V and Q, as ``KVCalibrator.scales`` returns them. They take effect with this
+        kv_scales: for an E4M3 KV cache, FP32 ``[layers, 2, KV heads of the whole model]``: scales
+            of K and V, as ``KVCalibrator.scales`` returns them. They take effect with this
             version. The first rank's scales are used.
         group: the ranks that call together, by default those of the parameters' device mesh or
             of DDP. Ranks that walk an iterator without a group lead an update each.

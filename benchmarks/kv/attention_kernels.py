@@ -48,8 +48,8 @@ def layer_of(scheme: str, inputs: Inputs) -> Any:
         return _layer(by_token)
     scales = KVScales(2, heads, "unit", device)
     if scheme == "layer":
-        scales_3H = (inputs.amax_3H() * MARGIN / FP8_MAX).log2().ceil().exp2()
-        scales.write(scales_3H.expand(2, *scales_3H.shape))
+        scales_2H = (inputs.amax_2H() * MARGIN / FP8_MAX).log2().ceil().exp2()
+        scales.write(scales_2H.expand(2, *scales_2H.shape))
     return _layer(scales)
 
 

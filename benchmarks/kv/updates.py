@@ -28,7 +28,7 @@ def measure(
 
     engine = serving.start(folder, keywords)
     module = weights.bf16_module(shape, serving.DEVICE)
-    scales = torch.ones(shape.layers, 3, shape.kv_heads, device=serving.DEVICE)
+    scales = torch.ones(shape.layers, 2, shape.kv_heads, device=serving.DEVICE)
     times: dict[str, list[float]] = {WITH: [], WITHOUT: []}
     for version, (name, is_timed) in enumerate(turns()):
         weights.renew(module.parameters())

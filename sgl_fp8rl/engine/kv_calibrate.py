@@ -24,22 +24,22 @@ can have V of a hundredth of the others'. On SmolLM2-135M the L2 error of K and 
 1024, and up to 0.038 with 2048 and 0.067 with 4096."""
 
 
-def calibrate(mine: ScaledLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def calibrate(mine: ScaledLayer, k: torch.Tensor, v: torch.Tensor) -> None:
     """Measure a layer on these tokens and set its scales, before they are stored.
 
     No sync with the device. Every rank calls this for the same tokens, since the scales of a layer
     are the same on all ranks.
 
     Args:
-        q, k, v: after QK-norm and RoPE, [tokens, ...] with the heads of this rank.
+        k, v: after QK-norm and RoPE, [tokens, ...] with the heads of this rank.
     """
     scales = mine.scales
-    amax_3 = torch.stack([largest(x) for x in (k, v, q)])
+    amax_2 = torch.stack([largest(x) for x in (k, v)])
     if dist.is_initialized() and compat.get_tp_group().world_size > 1:
-        dist.all_reduce(amax_3, dist.ReduceOp.MAX, group=compat.get_tp_group().device_group)
-    before_3 = scales.scales[mine.layer_index, :, 0]
-    scales_13H = scales_of(before_3, amax_3).view(1, -1, 1).expand(1, *scales.shape[1:])
-    scales.write(scales_13H, first=mine.layer_index)
+        dist.all_reduce(amax_2, dist.ReduceOp.MAX, group=compat.get_tp_group().device_group)
+    before_2 = scales.scales[mine.layer_index, :, 0]
+    scales_12H = scales_of(before_2, amax_2).view(1, -1, 1).expand(1, *scales.shape[1:])
+    scales.write(scales_12H, first=mine.layer_index)
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
@@ -47,14 +47,14 @@ def largest(x: torch.Tensor) -> torch.Tensor:
     return x.abs().nan_to_num_(nan=0.0, posinf=0.0).amax().float()
 
 
-def scales_of(before_3: torch.Tensor, amax_3: torch.Tensor) -> torch.Tensor:
-    """Powers of two for a layer's K, V and Q: the scales in force, moved no further than the room
-    above ``amax_3`` takes."""
-    kept_3 = power_of_two_above(before_3)
-    least_3 = power_of_two_above(amax_3 * (LEAST_ROOM / FP8_MAX))
-    most_3 = power_of_two_above(amax_3 * (MOST_ROOM / 2 / FP8_MAX))  # rounded up: at most twice it
-    moved_3 = kept_3.clamp(least_3, most_3).clamp(LEAST_KV_SCALE, LARGEST_KV_SCALE)
-    return torch.where(amax_3 > 0, moved_3, kept_3)
+def scales_of(before_2: torch.Tensor, amax_2: torch.Tensor) -> torch.Tensor:
+    """Powers of two for a layer's K and V: the scales in force, moved no further than the room
+    above ``amax_2`` takes."""
+    kept_2 = power_of_two_above(before_2)
+    least_2 = power_of_two_above(amax_2 * (LEAST_ROOM / FP8_MAX))
+    most_2 = power_of_two_above(amax_2 * (MOST_ROOM / 2 / FP8_MAX))  # rounded up: at most twice it
+    moved_2 = kept_2.clamp(least_2, most_2).clamp(LEAST_KV_SCALE, LARGEST_KV_SCALE)
+    return torch.where(amax_2 > 0, moved_2, kept_2)
 
 
 def power_of_two_above(x: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ class Call(NamedTuple):
             return None
         if self.mine.is_due:
             assert isinstance(self.mine, ScaledLayer)
-            calibrate(self.mine, self.q, self.k, self.v)
+            calibrate(self.mine, self.k, self.v)
         codes = self.store(read_back)
         if self.mine.is_observed:
             observe(self.mine, self.k, self.v, self.forward_batch.out_cache_loc, self.caches)

@@ -16,7 +16,7 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 
 _SINGLE = re.compile(
     r"\.(?P<layer>\d+)\.self_attn\."
-    r"(?:(?:attn\.)?(?P<row>[kvq])_scale|(?P<proj>[kvq])_proj\.(?P=proj)_scale)$"
+    r"(?:(?:attn\.)?(?P<row>[kv])_scale|(?P<proj>[kv])_proj\.(?P=proj)_scale)$"
 )
 """``model.layers.3.self_attn.k_scale``, ``...self_attn.attn.k_scale`` as SGLang renames it, and
 ``...self_attn.k_proj.k_scale``."""
@@ -55,7 +55,7 @@ def check(manifest: Manifest, layers: int, kv_heads: int) -> frozenset[str]:
                 f"each of {kv_heads} KV heads"
             )
     if places:
-        needed = {(layer, row) for layer in range(layers) for row in (0, 1)}
+        needed = {(layer, row) for layer in range(layers) for row in range(len(KV_SCALE_ROWS))}
         if needed - places.keys() or any(layer >= layers for layer, _ in places):
             raise ManifestError(
                 f"the update has KV scales of {len({la for la, _ in places})} layers; send K and "
@@ -65,19 +65,19 @@ def check(manifest: Manifest, layers: int, kv_heads: int) -> frozenset[str]:
 
 
 def assemble(held: Mapping[str, torch.Tensor], layers: int, kv_heads: int) -> torch.Tensor:
-    """The scales of the update as one FP32 tensor [layers, 3, KV heads] on the CPU.
+    """The scales of the update as one FP32 tensor [layers, 2, KV heads] on the CPU.
 
-    A single scale applies to every head of its layer; a missing Q scale is 1.
+    A single scale applies to every head of its layer.
     """
     if KV_SCALES in held:
         return held[KV_SCALES].detach().to("cpu", torch.float32)
-    scales_L3H = torch.ones(layers, len(KV_SCALE_ROWS), kv_heads, dtype=torch.float32)
+    scales_L2H = torch.empty(layers, len(KV_SCALE_ROWS), kv_heads, dtype=torch.float32)
     for name, tensor in held.items():
         place = _place(name)
         if place is None:
             raise KVScalesError(f"{name} is not a KV scale")
-        scales_L3H[place] = tensor.detach().to("cpu", torch.float32)
-    return scales_L3H
+        scales_L2H[place] = tensor.detach().to("cpu", torch.float32)
+    return scales_L2H
 
 
 def _place(name: str) -> tuple[int, int] | None:
@@ -92,5 +92,5 @@ def _check_whole(spec: TensorSpec, shape: tuple[int, ...]) -> None:
     if spec.shape != shape or spec.dtype != torch.float32:
         raise ManifestError(
             f"{KV_SCALES} is {spec.dtype} of shape {spec.shape}; send FP32 of shape {shape}: "
-            f"layers, K V Q, KV heads of the whole model"
+            f"layers, K and V (no longer Q), KV heads of the whole model"
         )

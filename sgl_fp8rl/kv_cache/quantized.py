@@ -84,11 +84,11 @@ class QuantizedKV(nn.Module):
         """The part of one attention layer."""
         raise NotImplementedError
 
-    def after_update(self, incoming_L3H: torch.Tensor | None) -> None:
+    def after_update(self, incoming_L2H: torch.Tensor | None) -> None:
         """Follow new weights; the cache is empty.
 
         Args:
-            incoming_L3H: the scales that came with them, checked.
+            incoming_L2H: the scales that came with them, checked.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""The K, V and Q scales of one rank: FP32 device buffers, written in place, read at graph replay.
+"""The K and V scales of one rank: FP32 device buffers, written in place, read at graph replay.
 
 A code is ``saturate(k / k_scale)``, so attention is ``softmax(scaling * k_scale * q . c_k) @ c_v *
 v_scale``. All are registered buffers: the memory saver keeps buffers and drops Parameters.
@@ -15,7 +15,7 @@ from sgl_fp8rl.kv_cache.quantized import Caches, Heads, KVScalesError, LayerKV, 
 from sgl_fp8rl.ops.paged_decode import Codes
 from sgl_fp8rl.protocol.kv_schema import E4M3, KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
 
-K, V, Q = range(len(KV_SCALE_ROWS))
+V = KV_SCALE_ROWS.index("v")
 START_V = 0.25
 """V's scale before the first measurement, where scales are measured; others are 1. A measurement
 keeps it where V's largest magnitude is 0.11 to 28, as most models have it, also if the first
@@ -61,54 +61,54 @@ class KVScales(QuantizedKV):
         """Shape of the scales of the whole model: layers, rows, KV heads."""
         return self.layers, len(KV_SCALE_ROWS), self.heads.total
 
-    def check(self, scales_L3H: torch.Tensor) -> None:
+    def check(self, scales_L2H: torch.Tensor) -> None:
         """Check that these can be this model's scales. Synchronizes with the device.
 
         Raises:
             KVScalesError: the shape is wrong, or a scale is outside of what kernels take.
         """
-        if tuple(scales_L3H.shape) != self.shape:
+        if tuple(scales_L2H.shape) != self.shape:
             raise KVScalesError(
-                f"the KV scales have shape {tuple(scales_L3H.shape)}; this model needs "
-                f"{self.shape}: layers, K V Q, KV heads"
+                f"the KV scales have shape {tuple(scales_L2H.shape)}; this model needs "
+                f"{self.shape}: layers, K and V (no longer Q), KV heads"
             )
-        sound = (scales_L3H >= LEAST_KV_SCALE) & (scales_L3H <= LARGEST_KV_SCALE)
+        sound = (scales_L2H >= LEAST_KV_SCALE) & (scales_L2H <= LARGEST_KV_SCALE)
         if not bool(sound.all()):
             layer, row, head = (~sound).nonzero()[0].tolist()
-            value = float(scales_L3H[layer, row, head])
+            value = float(scales_L2H[layer, row, head])
             raise KVScalesError(
                 f"the {KV_SCALE_ROWS[row].upper()} scale of layer {layer}, KV head {head} is "
                 f"{value}; send amax * margin / 448, from {LEAST_KV_SCALE:.1e} to "
                 f"{LARGEST_KV_SCALE:.1e}"
             )
 
-    def write(self, scales_L3H: torch.Tensor, first: int = 0) -> None:
+    def write(self, scales_L2H: torch.Tensor, first: int = 0) -> None:
         """Set scales in place; without a device sync if they are on the device.
 
         Args:
-            scales_L3H: FP32, checked by the caller; for its L layers from layer ``first`` on.
+            scales_L2H: FP32, checked by the caller; for its L layers from layer ``first`` on.
         """
-        layers = slice(first, first + len(scales_L3H))
+        layers = slice(first, first + len(scales_L2H))
         # E4M3 keeps its precision over 15 octaves: a head's own scale would gain nothing
-        kept = scales_L3H.amax(-1, keepdim=True).expand_as(scales_L3H)
+        kept = scales_L2H.amax(-1, keepdim=True).expand_as(scales_L2H)
         self.scales[layers].copy_(kept)
         self.store[:, layers].copy_(self._mine(kept))
         self.statistics[layers].zero_()
         if self.errors is not None:
             self.errors[layers].zero_()
-        if scales_L3H.is_cuda:  # the values are there when the GPU gets here
+        if scales_L2H.is_cuda:  # the values are there when the GPU gets here
             self._measured = torch.cuda.Event()
             self._measured.record()
         self.pending -= set(range(layers.start, layers.stop))
 
-    def _mine(self, kept_L3H: torch.Tensor) -> torch.Tensor:
-        """K's and V's of this rank's heads, ``[2, L, H]``: what kernels read."""
-        return kept_L3H[:, [K, V], self.heads.mine].movedim(1, 0).contiguous()
+    def _mine(self, kept_L2H: torch.Tensor) -> torch.Tensor:
+        """Those of this rank's heads, ``[2, L, H]``: what kernels read."""
+        return torch.stack(kept_L2H[..., self.heads.mine].unbind(1))
 
-    def after_update(self, incoming_L3H: torch.Tensor | None) -> None:
+    def after_update(self, incoming_L2H: torch.Tensor | None) -> None:
         """Use the scales that came with the weights, else apply the scheme."""
-        if incoming_L3H is not None:
-            self.write(incoming_L3H)
+        if incoming_L2H is not None:
+            self.write(incoming_L2H)
         elif self.scheme == "unit":
             self.write(torch.ones_like(self.scales))
         elif self.scheme == "engine":
@@ -187,7 +187,7 @@ def read_file(path: str | Path) -> list[Any]:
         scales = content["scales"]
         shape = torch.tensor(scales, dtype=torch.float32).shape
         if len(shape) != 3 or not math.prod(shape):
-            raise ValueError("it has no scales [layers, K V Q, heads]")
+            raise ValueError("it has no scales [layers, K and V, heads]")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise KVScalesError(
             f"no KV scales can be read from {path} ({type(error).__name__}: {error}); save the "

@@ -34,8 +34,8 @@ class TokenScales(QuantizedKV):
     def layer(self, index: int) -> "TokenScaledLayer":
         return TokenScaledLayer(self, index)
 
-    def after_update(self, incoming_L3H: torch.Tensor | None) -> None:
-        assert incoming_L3H is None
+    def after_update(self, incoming_L2H: torch.Tensor | None) -> None:
+        assert incoming_L2H is None
         self.statistics.zero_()
 
     def snapshot(self) -> tuple[None, torch.Tensor]:

@@ -17,8 +17,8 @@ FP8_MAX = 448.0
 # also where a device flushes denormals.
 AMAX_FLOOR = 1e-10
 LARGEST_SCALE = 2.0**48
-"""Of a weight that an update brings, as of keys, values and queries. A product of two operands with
-such scales fits FP32: 448 ** 2 * 2 ** 96, times 4096 channels, is below 2 ** 126."""
+"""Of a weight that an update brings, as of keys and values. A product of two operands with such
+scales fits FP32: 448 ** 2 * 2 ** 96, times 4096 channels, is below 2 ** 126."""
 
 
 def num_blocks(size: int) -> int:

@@ -6,9 +6,9 @@ E4M3, INT8 = "e4m3", "int8"
 bring, and is what an engine means that does not say; INT8 has one of each token and head."""
 
 KV_SCALES = "kv_scales"
-"""The tensor of an update that holds them: FP32 ``[layers, 3, KV heads of the whole model]``."""
-KV_SCALE_ROWS = ("k", "v", "q")
-"""What the three rows of a layer are for. Q has one scale for the query heads of a KV head."""
+"""The tensor of an update that holds them: FP32 ``[layers, 2, KV heads of the whole model]``."""
+KV_SCALE_ROWS = ("k", "v")
+"""What the rows of a layer are for."""
 LEAST_KV_SCALE, LARGEST_KV_SCALE = 2.0**-48, 2.0**48
 """Products of two such scales are normal FP32 numbers, also times 448 ** 2 and 4096 channels. The
 scale of a head of zeros is 2e-13 (``ops/reference.py``: AMAX_FLOOR / 448)."""

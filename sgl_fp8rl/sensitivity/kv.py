@@ -11,8 +11,6 @@ from sgl_fp8rl.ops.kv import kv_codes
 from sgl_fp8rl.sensitivity.tokens import Sequences
 from trainer_bridge.kv_calibrator import KVCalibrator
 
-K, V = 0, 1  # rows of the scales
-
 
 @torch.inference_mode()
 def layer_scales(model: Any, batches: list[Sequences]) -> torch.Tensor:
@@ -28,7 +26,7 @@ def layer_scales(model: Any, batches: list[Sequences]) -> torch.Tensor:
     with calibrator.watch(model):
         for batch in batches:
             model.get_decoder()(batch.tokens_BL, attention_mask=batch.mask_BL, use_cache=False)
-    return calibrator.scales()[:, :2].amax(-1)
+    return calibrator.scales().amax(-1)
 
 
 @contextmanager
@@ -58,8 +56,8 @@ def _rounding(get_interface: Callable[..., Any], scales_L2: torch.Tensor) -> Cal
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            scales_2 = scales_L2[module.layer_idx]
-            key, value = read_back(key, scales_2[K]), read_back(value, scales_2[V])
+            k_scale, v_scale = scales_L2[module.layer_idx]
+            key, value = read_back(key, k_scale), read_back(value, v_scale)
             return attend(module, query, key, value, *args, **kwargs)
 
         return attend_rounded

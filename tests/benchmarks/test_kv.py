@@ -48,7 +48,7 @@ class FakeEngine:
         self.ours = keywords.get("quantization") == "fp8rl"
         self.fp8_kv = self.ours and "kv_cache_dtype" in keywords
         self.pending, self.version = False, -1
-        self.scales = torch.ones(2, 3, 1)
+        self.scales = torch.ones(2, 2, 1)
         self.requests: list[tuple[int, int, int]] = []
         self.pushed: list[str] = []
 
@@ -93,7 +93,7 @@ class FakeEngine:
             meta: dict[str, Any] = {"output_token_logprobs": output}
             if (start := more["logprob_start_len"]) >= 0:
                 first = [(None, ids[start], None)]
-                error = self.shift + len(self.pushed) + float(self.scales[0, 2, 0]) - 1.0
+                error = self.shift + len(self.pushed) + float(self.scales[0, 1, 0]) - 1.0
                 meta["input_token_logprobs"] = first + [
                     (-1.0 - error, t, None) for t in ids[start + 1 :]
                 ]
@@ -180,7 +180,7 @@ def test_logprobs_become_errors(
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
-        kv_weights, "trainer_scales", lambda *a: given.append(a) or torch.ones(2, 3, 1)
+        kv_weights, "trainer_scales", lambda *a: given.append(a) or torch.ones(2, 2, 1)
     )
     cases = [case for case in kv.CASES if case.kind == "logprobs"]
     for number, case in enumerate(cases):
@@ -217,7 +217,7 @@ def test_scales_that_are_not_in_force_are_seen(
     engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        FakeEngine, "scales", property(lambda _: torch.ones(2, 3, 1), lambda *_: 0), False
+        FakeEngine, "scales", property(lambda _: torch.ones(2, 2, 1), lambda *_: 0), False
     )
     with pytest.raises(RuntimeError, match="the scales of update 0 are not in force"):
         measure("update", tmp_path)
@@ -253,6 +253,6 @@ def test_trainer_scales_come_from_the_same_weights() -> None:
     for planted, least in ((kv_weights.PLANTED[0], 0.0), (kv_weights.PLANTED[1], 2.0)):
         made = kv_weights.module(shape, "cpu", planted)
         scales = kv_weights.trainer_scales(made, shape, sequences)
-        assert scales.shape == (2, 3, 2) and scales.dtype == torch.float32
+        assert scales.shape == (2, 2, 2) and scales.dtype == torch.float32
         assert bool((scales[:, 0] > least).all())
         assert bool((scales[:, 1, 0] > 3 * scales[:, 1, 1]).all())  # V's heads differ

@@ -17,7 +17,7 @@ from trainer_bridge.chain import ChainPublisher
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-SCALES = (torch.arange(1.0, 1 + LAYERS * 3) / 8).view(LAYERS, 3, 1).expand(LAYERS, 3, KV_HEADS)
+SCALES = (torch.arange(1.0, 1 + LAYERS * 2) / 8).view(LAYERS, 2, 1).expand(LAYERS, 2, KV_HEADS)
 FOLLOW_S = 120.0
 
 

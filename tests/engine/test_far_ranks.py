@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 WORLD, TP, COLLECTIVE_TIMEOUT_S = 2, 2, 60.0
 BUCKET_BYTES = 512 << 10
 KEY = "a-shared-secret"
-SCALES = (torch.arange(1.0, 1 + LAYERS * 3) / 8).view(LAYERS, 3, 1)
+SCALES = (torch.arange(1.0, 1 + LAYERS * 2) / 8).view(LAYERS, 2, 1)
 
 
 @pytest.fixture(
@@ -69,7 +69,7 @@ def sharded_trainer(rank: int, folder: Path) -> None:
                 name: distribute_tensor(tensor, mesh, [Shard(0)])
                 for name, tensor in models.named_tensors(Path(checkpoint))
             }
-            scales = None if rank else (SCALES * version).expand(LAYERS, 3, KV_HEADS)
+            scales = None if rank else (SCALES * version).expand(LAYERS, 2, KV_HEADS)
             sent.clear()
             to = None if rank else address
             result = trainer_bridge.update(named, to, version=version, kv_scales=scales)
@@ -92,6 +92,6 @@ def test_ranks_send_in_turn(
     words = server.address, *checkpoints
     (tmp_path / "arguments").write_text(" ".join(map(str, words)))
     ranks.run(sharded_trainer, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)
-    wanted = (SCALES * len(checkpoints)).expand(LAYERS, 3, KV_HEADS)
+    wanted = (SCALES * len(checkpoints)).expand(LAYERS, 2, KV_HEADS)
     assert server.control({"op": "kv"})["scales"] == wanted.tolist()
     assert_serves(server, checkpoints[-1], len(checkpoints), TP)

@@ -29,8 +29,8 @@ PROMPT = torch.randint(
     models.VOCAB, (2 * CHUNK,), generator=torch.Generator().manual_seed(2)
 ).tolist()
 FP8_KV: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "chunked_prefill_size": CHUNK}
-ONES = torch.ones(LAYERS, 3, KV_HEADS)
-START = torch.tensor([1.0, START_V, 1.0]).view(3, 1).expand_as(ONES)
+ONES = torch.ones(LAYERS, 2, KV_HEADS)
+START = torch.tensor([1.0, START_V]).view(2, 1).expand_as(ONES)
 """Scales that nothing was measured for."""
 REPAIR = 3.0
 """Calibrated scales make the error smaller by at least this. Healthy: 6.5 with outliers through
@@ -174,7 +174,7 @@ def history(qk_norm: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         look("brought")
         update(qk_norm.with_scales(START))
         look("unit again")
-        seen["wrong shape"] = refused(torch.ones(LAYERS, 3, KV_HEADS + 1))
+        seen["wrong shape"] = refused(torch.ones(LAYERS, 2, KV_HEADS + 1))
         look("after wrong shape")
         seen["nan"] = refused(torch.full_like(ONES, torch.nan))
         seen["kv nan"] = kv(engine)
@@ -250,7 +250,7 @@ def test_a_hit_in_the_prefix_cache_changes_nothing(history: dict[str, Any]) -> N
 def test_scales_of_a_wrong_shape_are_refused_before_anything_is_written(
     history: dict[str, Any],
 ) -> None:
-    assert "(2, 3, 3)" in history["wrong shape"]
+    assert "(2, 2, 3)" in history["wrong shape"]
     assert history["after wrong shape"] == history["unit"]
 
 
@@ -297,7 +297,7 @@ def test_scales_of_a_file_of_names_and_of_a_trainer(tmp_path: Path) -> None:
     """QKV bias, no QK-norm, ``kv_scheme`` trainer."""
     model = Model("qwen2", tmp_path)
     reference = model.reference()
-    by_hand = torch.tensor([8.0, 0.125, 0.25]).view(3, 1).expand(LAYERS, 3, KV_HEADS)
+    by_hand = torch.tensor([8.0, 0.125]).view(2, 1).expand(LAYERS, 2, KV_HEADS)
     file = tmp_path / "scales.json"
     file.write_text(json.dumps({"scales": by_hand.tolist()}))
     options = FP8_KV | {"fp8rl_kv_scheme": "trainer", "fp8rl_kv_scales": str(file)}
@@ -309,7 +309,7 @@ def test_scales_of_a_file_of_names_and_of_a_trainer(tmp_path: Path) -> None:
             engine.update(model.checkpoint, 0)
         assert score(engine) == from_file
         engine.update(model.with_names(16.0, 0.25), 0)
-        layer = [[16.0] * KV_HEADS, [0.25] * KV_HEADS, [1.0] * KV_HEADS]
+        layer = [[16.0] * KV_HEADS, [0.25] * KV_HEADS]
         assert kv(engine)["scales"] == [layer] * LAYERS
         engine.update(model.with_scales(ONES), 1)
         unit = score(engine)
@@ -356,23 +356,22 @@ def test_each_rank_keeps_its_heads_and_probes_do_not_calibrate(
         report = kv(server)
         scales = torch.tensor(report["scales"])
         assert not report["pending"]
-        # the first layer's K and Q do not depend on how the ranks share the rest
-        for row in (0, 2):
-            assert float(scales[0, row].max()) == history["kv first"]["scales"][0][row][0]
+        # the first layer's K does not depend on how the ranks share the rest
+        assert float(scales[0, 0].max()) == history["kv first"]["scales"][0][0][0]
         # of the larger head, which the other rank has
         assert torch.equal(scales, scales.amax(-1, keepdim=True).expand_as(scales))
         assert_held(server, scales)
 
-        brought = torch.tensor([1.0, 0.25]).expand(LAYERS, 3, KV_HEADS)
+        brought = torch.tensor([1.0, 0.25]).expand(LAYERS, 2, KV_HEADS)
         update_server(server, qk_norm.with_scales(brought))
-        assert kv(server)["scales"] == torch.ones(LAYERS, 3, KV_HEADS).tolist()
+        assert kv(server)["scales"] == ONES.tolist()
         assert_held(server, torch.ones_like(brought))
 
 
 def assert_held(server: Server, scales: torch.Tensor) -> None:
     """Each of two ranks divides by the scales of its own head."""
     for rank, held in enumerate(server.control({"op": "digest"})["ranks"]):
-        mine = scales[:, :2, rank].T.contiguous().unsqueeze(-1)
+        mine = scales[:, :, rank].T.contiguous().unsqueeze(-1)
         assert held["fp8rl_kv.store"]["shape"] == list(mine.shape)
         assert held["fp8rl_kv.store"]["sha256"] == hashlib.sha256(mine.numpy()).hexdigest()
 

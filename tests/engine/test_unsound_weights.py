@@ -19,7 +19,7 @@ HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 BAD = 7
 """The token whose activations overflow."""
-SCALES = torch.full((2, 3, 2), 0.05)
+SCALES = torch.full((2, 2, 2), 0.05)
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
     "greedy": {"temperature": 0.0},
@@ -82,7 +82,7 @@ def test_a_tied_head_is_taken_where_it_is_the_embedding(server: Server, start: T
 @pytest.mark.parametrize("value", [1e38, 1e16, 1e-38, 1e-42])
 def test_kv_scales_that_kernels_cannot_compute_with(server: Server, value: float) -> None:
     with pytest.raises(ValueError, match="scales are from"):
-        update(server, {}, kv_scales=torch.full((2, 3, 2), value))
+        update(server, {}, kv_scales=torch.full((2, 2, 2), value))
     assert state_of(server) == "serving"
 
 

@@ -89,7 +89,7 @@ def decode_layout(data: bytes) -> None:
         {**comparable(layout, through_host=False, is_remote=False), "gpus": layout["gpus"]}
     )
     sender.plan(NAMED, None, None)
-    sender.kv_scales(torch.ones(2, 3, 1), None)
+    sender.kv_scales(torch.ones(2, 2, 1), None)
     connection.committed(Policy("run", 0))
 
 

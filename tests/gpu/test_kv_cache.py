@@ -78,10 +78,8 @@ def sharp(policy: Tensors) -> Tensors:
 def scales_of(seed: int) -> torch.Tensor:
     """Random scales under which K and V of these policies fit, and no two layers are alike."""
     random = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(DENSE.layers, 3, DENSE.kv_heads, generator=random)
-    scales = torch.exp2(drawn * 3 - 5)  # 1/32 to 1/4: up to 14 and more
-    scales[:, 2] = 1.0
-    return scales
+    drawn = torch.rand(DENSE.layers, 2, DENSE.kv_heads, generator=random)
+    return torch.exp2(drawn * 3 - 5)  # 1/32 to 1/4: up to 14 and more
 
 
 def kept(scales: torch.Tensor) -> torch.Tensor:

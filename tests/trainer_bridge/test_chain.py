@@ -283,7 +283,7 @@ def test_what_cannot_be_published_is_refused(tmp_path: Path, publisher: ChainPub
     with pytest.raises(ManifestError, match="an iterator cannot be published"):
         publisher.publish(iter(weights.items()), version=0, run="r")
     with pytest.raises(ManifestError, match="none"):
-        publisher.publish(weights, version=0, run="r", kv_scales=torch.ones(1, 3, 1))
+        publisher.publish(weights, version=0, run="r", kv_scales=torch.ones(1, 2, 1))
     assert links(tmp_path / "chain") == ()
 
 

@@ -565,12 +565,12 @@ def test_a_list_of_engines_is_checked_whole() -> None:
     assert fp8.names == fp8_forward(tiny("qwen3"), same[0]).names
     for each in engines:
         each.sums = sums_of(plain)
-        each.kv = {"pending": False, "scales": [[[0.3], [0.2], [1.0]], [[0.1], [0.5], [1.0]]]}
+        each.kv = {"pending": False, "scales": [[[0.3], [0.2]], [[0.1], [0.5]]]}
     fp8.check(engines)
     fp8.sync_kv_scales(engines)
     name = fp8.names[3]
     other.sums = {**other.sums, name: [0, 0]}
-    other.kv = {"pending": False, "scales": [[[0.3], [0.2], [1.0]], [[0.1], [0.4], [1.0]]]}
+    other.kv = {"pending": False, "scales": [[[0.3], [0.2]], [[0.1], [0.4]]]}
     with pytest.raises(EngineError, match=f"engine 2, {name}"):
         fp8.check(engines)
     with pytest.raises(EngineError, match=r"engine 2 differs from engine 0.*kv_scales"):
@@ -602,7 +602,7 @@ def test_attention_reads_what_the_engines_cache_stores() -> None:
     with pytest.raises(EngineError, match="after a rollout"):
         fp8.sync_kv_scales(engine)
     assert torch.equal(model(ids).logits, with_codes)
-    rows = [[[0.3, 0.3], [0.2, 0.2], [1.0, 1.0]], [[0.1, 0.1], [0.5, 0.5], [1.0, 1.0]]]
+    rows = [[[0.3, 0.3], [0.2, 0.2]], [[0.1, 0.1], [0.5, 0.5]]]
     engine.kv = {"pending": False, "scales": rows}
     fp8.sync_kv_scales(engine)
     expected = copy.deepcopy(model)
@@ -625,7 +625,7 @@ def test_attention_reads_what_int8_caches_store() -> None:
     assert torch.equal(model(ids).logits, expected(ids).logits)
     assert not torch.equal(model(ids).logits, with_codes)
     e4m3: Any = FakeEngine(model, kv_cache={**INT8_CACHE, "format": "e4m3"})
-    e4m3.kv = {"pending": False, "scales": [[[0.3], [0.2], [1.0]], [[0.1], [0.4], [1.0]]]}
+    e4m3.kv = {"pending": False, "scales": [[[0.3], [0.2]], [[0.1], [0.4]]]}
     for others in ([e4m3, engines[0]], [engines[0], FakeEngine(model)]):
         with pytest.raises(EngineError, match=r"engine 1 differs from engine 0; .*same KV"):
             fp8.sync_kv_scales(others)

@@ -24,9 +24,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Batch(NamedTuple):
-    """What one layer's attention gets: BNTD, BHTD, BHTD, and BT."""
+    """What one layer's attention gets: BHTD, BHTD, and BT."""
 
-    q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     mask: torch.Tensor | None = None
@@ -35,7 +34,6 @@ class Batch(NamedTuple):
 def batch(
     seed: int,
     heads: int = 2,
-    groups: int = 3,
     batch: int = 2,
     tokens: int = 7,
     dtype: torch.dtype = torch.bfloat16,
@@ -44,33 +42,33 @@ def batch(
     """Heavy-tailed values; each row has a size of its own."""
     made = torch.Generator().manual_seed(seed)
 
-    def values(count: int, size: float) -> torch.Tensor:
-        x = torch.randn(batch, tokens, count, 8, generator=made)
+    def values(size: float) -> torch.Tensor:
+        x = torch.randn(batch, tokens, heads, 8, generator=made)
         return (size * x**3).to(dtype).transpose(1, 2)  # strided as in a model
 
     mask = None
     if masked:
         mask = torch.rand(batch, tokens, generator=made) < 0.6
         mask[0, 0] = True
-    return Batch(values(heads * groups, 1.0), values(heads, 20.0), values(heads, 0.1), mask)
+    return Batch(values(20.0), values(0.1), mask)
 
 
 # -- the oracle
 
 
 def magnitudes(batches: list[Batch], heads: int) -> list[list[np.ndarray]]:
-    """|x| of every element that counts, for K, V, Q and each KV head."""
+    """|x| of every element that counts, for K, V and each head."""
     rows: list[list[np.ndarray]] = []
-    for x_name in ("k", "v", "q"):
+    for x_name in ("k", "v"):
         found: list[list[np.ndarray]] = [[] for _ in range(heads)]
         for one in batches:
             x = getattr(one, x_name).double().numpy()
             counts = np.ones((x.shape[0], x.shape[2]), bool)
             if one.mask is not None:
                 counts = one.mask.numpy().astype(bool)
-            for n in range(x.shape[1]):
-                kept = [x[b, n, t] for b, t in zip(*np.nonzero(counts), strict=True)]
-                found[n * heads // x.shape[1]].append(np.abs(np.concatenate(kept)))
+            for head, mine in enumerate(found):
+                kept = [x[b, head, t] for b, t in zip(*np.nonzero(counts), strict=True)]
+                mine.append(np.abs(np.concatenate(kept)))
         rows.append([np.concatenate(head) for head in found])
     return rows
 
@@ -100,7 +98,7 @@ def expected(
 def observed(calibrator: KVCalibrator, layers: list[list[Batch]]) -> KVCalibrator:
     for layer, batches in enumerate(layers):
         for one in batches:
-            calibrator.observe(layer, one.q, one.k, one.v, one.mask)
+            calibrator.observe(layer, *one)
     return calibrator
 
 
@@ -114,7 +112,7 @@ def same(scales: torch.Tensor, oracle: np.ndarray) -> bool:
 
 @given(
     seed=st.integers(0, 1000),
-    shape=st.tuples(*[st.integers(1, n) for n in (3, 3, 3, 9)]),
+    shape=st.tuples(*[st.integers(1, n) for n in (3, 3, 9)]),
     dtype=st.sampled_from(DTYPES),
     masked=st.booleans(),
     microbatches=st.integers(1, 3),
@@ -123,7 +121,7 @@ def same(scales: torch.Tensor, oracle: np.ndarray) -> bool:
 )
 def test_scales_are_the_oracles(
     seed: int,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, int, int],
     dtype: torch.dtype,
     masked: bool,
     microbatches: int,
@@ -131,24 +129,16 @@ def test_scales_are_the_oracles(
     margin: float,
 ) -> None:
     """Bit for bit: percentiles whose share is a binary fraction have the same rank everywhere."""
-    heads, groups, size, tokens = shape
+    heads, size, tokens = shape
     layers = [
         [
-            batch(10 * seed + 3 * layer + i, heads, groups, size, tokens, dtype, masked)
+            batch(10 * seed + 3 * layer + i, heads, size, tokens, dtype, masked)
             for i in range(microbatches)
         ]
         for layer in range(2)
     ]
     calibrator = KVCalibrator(2, heads, percentile=percentile, margin=margin)
     assert same(observed(calibrator, layers).scales(), expected(layers, heads, percentile, margin))
-
-
-def test_q_is_measured_by_the_kv_head_that_it_reads() -> None:
-    one = batch(0, heads=2, groups=3)
-    with torch.no_grad():
-        one.q[:, 2], one.q[:, 3] = 1000.0, 2000.0  # the last of head 0, the first of head 1
-    scales = observed(KVCalibrator(1, 2, margin=1), [[one]]).scales()
-    assert (scales[0, 2] * 448).tolist() == [1000.0, 2000.0]
 
 
 @given(seed=st.integers(0, 1000), percentile=st.sampled_from([5.0, 37.3, 90.0, 99.0, 99.99]))
@@ -200,7 +190,7 @@ def test_padding_does_not_count(percentile: float | None) -> None:
     assert one.mask is not None
     sequence, token = (~one.mask).nonzero()[0].tolist()
     with torch.no_grad():
-        for x in one[:3]:
+        for x in one[:2]:
             assert x is not None
             x.transpose(1, 2)[~one.mask] = 1e4
             x[sequence, :, token] = math.nan
@@ -210,16 +200,16 @@ def test_padding_does_not_count(percentile: float | None) -> None:
         ).scales()
         assert torch.equal(padded, clean)
     counted = KVCalibrator(1, 2, percentile=percentile)
-    counted.observe(0, one.q, one.k, one.v)
+    counted.observe(0, one.k, one.v)
     with pytest.raises(ValueError, match="NaN"):
         counted.scales()
 
 
 @pytest.mark.parametrize("percentile", [None, 99.0])
 def test_zeros_have_a_positive_scale(percentile: float | None) -> None:
-    one = Batch(*(torch.zeros_like(x) for x in batch(0)[:3] if x is not None))
+    one = Batch(*(torch.zeros_like(x) for x in batch(0)[:2] if x is not None))
     scales = observed(KVCalibrator(1, 2, percentile=percentile), [[one]]).scales()
-    assert torch.equal(scales, torch.full((1, 3, 2), FLOOR * 2 / 448))
+    assert torch.equal(scales, torch.full((1, 2, 2), FLOOR * 2 / 448))
 
 
 # -- steps
@@ -235,11 +225,11 @@ def test_each_step_begins_anew() -> None:
 
 
 def test_a_smaller_measure_decays_and_a_larger_one_takes_effect_at_once() -> None:
-    calibrator, kept = KVCalibrator(1, 2, decay=0.75, margin=1), np.zeros((1, 3, 2))
+    calibrator, kept = KVCalibrator(1, 2, decay=0.75, margin=1), np.zeros((1, 2, 2))
     for step, size in enumerate((1.0, 0.1, 0.1, 8.0, 0.5)):
         one = batch(step, dtype=torch.float32)
         with torch.no_grad():
-            for x in one[:3]:
+            for x in one[:2]:
                 assert x is not None
                 x.mul_(size)
         now = np.array([[[h.max() for h in row] for row in magnitudes([one], 2)]])
@@ -250,12 +240,12 @@ def test_a_smaller_measure_decays_and_a_larger_one_takes_effect_at_once() -> Non
 
 
 @pytest.mark.parametrize("percentile", [None, 99.0])
-@pytest.mark.parametrize("row", ["k", "v", "q"])
+@pytest.mark.parametrize("row", ["k", "v"])
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 def test_nan_and_inf_are_refused_by_layer(bad: float, row: str, percentile: float | None) -> None:
     calibrator = KVCalibrator(3, 2, percentile=percentile)
     layers = [[batch(layer), batch(layer + 5)] for layer in range(3)]
-    kept = [[Batch(*(x.clone() for x in b[:3] if x is not None)) for b in bs] for bs in layers]
+    kept = [[Batch(*(x.clone() for x in b[:2] if x is not None)) for b in bs] for bs in layers]
     with torch.no_grad():
         getattr(layers[1][0], row)[1, -1, 3, 5] = bad
     observed(calibrator, layers)
@@ -275,12 +265,12 @@ def test_a_layer_that_saw_no_tokens_is_refused(percentile: float | None) -> None
     with pytest.raises(ValueError, match=r"layer 1 .*tokens"):
         calibrator.scales()
     padding = batch(0)._replace(mask=torch.zeros(2, 7))
-    empty = Batch(*(x[:, :, :0] for x in batch(0)[:3] if x is not None))
+    empty = Batch(*(x[:, :, :0] for x in batch(0)[:2] if x is not None))
     observed(calibrator, [[padding], [empty, batch(1)], [batch(2)]])
     with pytest.raises(ValueError, match=r"layer 0 .*tokens"):
         calibrator.scales()
     layers = [[padding, batch(0)], [batch(1), empty], [batch(2)]]
-    assert observed(calibrator, layers).scales().shape == (3, 3, 2)
+    assert observed(calibrator, layers).scales().shape == (3, 2, 2)
 
 
 # -- how it observes
@@ -288,7 +278,7 @@ def test_a_layer_that_saw_no_tokens_is_refused(percentile: float | None) -> None
 
 def attention(calibrator: KVCalibrator, x_BTC: torch.Tensor) -> torch.Tensor:
     q_BNTD = x_BTC.unflatten(-1, (4, 8)).transpose(1, 2)
-    calibrator.observe(0, q_BNTD, q_BNTD[:, :2], q_BNTD[:, 2:])
+    calibrator.observe(0, q_BNTD[:, :2], q_BNTD[:, 2:])
     return torch.nn.functional.scaled_dot_product_attention(q_BNTD, q_BNTD, q_BNTD)
 
 
@@ -338,8 +328,8 @@ def test_inference_mode_and_gradients_may_alternate() -> None:
     calibrator, one, other = KVCalibrator(1, 2, decay=0.5), batch(0), batch(1)
     for _ in range(2):
         with torch.inference_mode():
-            calibrator.observe(0, one.q.clone(), one.k.clone(), one.v.clone())
-        calibrator.observe(0, *(x.clone().requires_grad_() for x in other[:3] if x is not None))
+            calibrator.observe(0, one.k.clone(), one.v.clone())
+        calibrator.observe(0, *(x.clone().requires_grad_() for x in other[:2] if x is not None))
         scales = calibrator.scales()
         assert not scales.requires_grad
     assert same(scales, expected([[one, other]], 2))
@@ -369,7 +359,7 @@ def test_a_margin_costs_no_accuracy(outliers: float) -> None:
 
     def error(margin: float, codes: Callable[[torch.Tensor], torch.Tensor]) -> float:
         calibrator = KVCalibrator(1, 1, margin=margin)
-        calibrator.observe(0, one, one, one)
+        calibrator.observe(0, one, one)
         scale = calibrator.scales()[0, 0, 0].double()
         back = codes(x / scale) * scale
         return float((back - x).square().mean().sqrt())
@@ -415,16 +405,16 @@ def test_what_cannot_be_attention_of_this_model() -> None:
     wide = one.k.repeat_interleave(3, 1)
     mask = torch.ones(2, 7)
     refused: list[tuple[str, tuple[Any, ...]]] = [
-        ("layer 2 .*2 layers", (2, *one[:3])),
-        ("layer -1 .*2 layers", (-1, *one[:3])),
-        ("repeated", (0, one.q, wide, one.v)),
-        ("repeated", (0, one.q, one.k, wide)),
-        ("2 heads", (0, one.q[:, :3], one.k, one.v)),
-        ("2 heads", (0, one.q[0], one.k[0], one.v[0])),
-        ("earlier tokens", (0, one.q[:, :, :1], one.k, one.v)),
-        ("earlier tokens", (0, one.q, one.k, one.v[:1])),
-        (r"mask of shape \(2, 6\)", (0, *one[:3], mask[:, :6])),
-        (r"mask of shape \(2, 1, 7, 7\)", (0, *one[:3], mask[:, None, None].expand(2, 1, 7, 7))),
+        ("layer 2 .*2 layers", (2, *one[:2])),
+        ("layer -1 .*2 layers", (-1, *one[:2])),
+        ("repeated", (0, wide, one.v)),
+        ("repeated", (0, one.k, wide)),
+        ("repeated", (0, wide, wide)),
+        ("2 heads", (0, one.k[0], one.v[0])),
+        ("2 heads", (0, one.k[:, :, :1], one.v)),
+        ("2 heads", (0, one.k, one.v[:1])),
+        (r"mask of shape \(2, 6\)", (0, *one[:2], mask[:, :6])),
+        (r"mask of shape \(2, 1, 7, 7\)", (0, *one[:2], mask[:, None, None].expand(2, 1, 7, 7))),
     ]
     for sentence, arguments in refused:
         with pytest.raises(ValueError, match=sentence):
@@ -458,7 +448,7 @@ def merge(rank: int, folder: Path) -> None:
         assert re.search("layer 0 .*tokens", failure(calibrator.scales)[1])
 
         # NaN on one rank is a number on none
-        bad = [[Batch(*(x.clone() for x in b[:3] if x is not None))] for (b,) in own]
+        bad = [[Batch(*(x.clone() for x in b[:2] if x is not None))] for (b,) in own]
         if rank == 1:
             bad[1][0].v[0, 0, 0, 0] = float("nan")
         observed(calibrator, bad)
@@ -473,7 +463,7 @@ def merge(rank: int, folder: Path) -> None:
 
     dist.all_reduce = count
     observed(KVCalibrator(2, 2), own).scales()
-    assert gathered(calls) == [[2 * 3 * 2]] * WORLD
+    assert gathered(calls) == [[2 * 2 * 2]] * WORLD
 
 
 @pytest.mark.timeout(180)

@@ -69,13 +69,13 @@ class Engine:
             chunk_slice for _, plan in plans for chunk in plan.chunks for chunk_slice in chunk
         ]
         (chunk_slice,) = [chunk_slice for chunk_slice in slices if chunk_slice.name == KV_SCALES]
-        raw = self.rank.chunks[update][chunk_slice.offset :][: 4 * LAYERS * 3 * KV_HEADS]
-        return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(LAYERS, 3, KV_HEADS)
+        raw = self.rank.chunks[update][chunk_slice.offset :][: 4 * LAYERS * 2 * KV_HEADS]
+        return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(LAYERS, 2, KV_HEADS)
 
 
 def scales(seed: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(seed)
-    return torch.rand(LAYERS, 3, KV_HEADS, generator=made) + 0.01
+    return torch.rand(LAYERS, 2, KV_HEADS, generator=made) + 0.01
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_they_come_behind_the_weights_bit_for_bit(engine: Engine) -> None:
         assert torch.equal(engine.received(step), sent)
         assert not torch.equal(sent.bfloat16().float(), sent)
         assert list(engine.manifests[step]) == ["a", "b", KV_SCALES]
-        assert engine.manifests[step][KV_SCALES] == ["float32", [LAYERS, 3, KV_HEADS]]
-        assert result.bytes == 32 + 12 + 4 * LAYERS * 3 * KV_HEADS
+        assert engine.manifests[step][KV_SCALES] == ["float32", [LAYERS, 2, KV_HEADS]]
+        assert result.bytes == 32 + 12 + 4 * LAYERS * 2 * KV_HEADS
 
 
 def test_they_come_behind_a_stream(engine: Engine) -> None:
@@ -105,7 +105,7 @@ def test_they_come_behind_a_stream(engine: Engine) -> None:
     for step in range(3):
         sent = scales(step)
         result = update(iter(WEIGHTS.items()), engine, version=step, kv_scales=sent)
-        assert result.bytes == 32 + 6 + 4 * LAYERS * 3 * KV_HEADS
+        assert result.bytes == 32 + 6 + 4 * LAYERS * 2 * KV_HEADS
         if step:  # the plan of the first, which was made as tensors came, is not kept
             assert torch.equal(engine.received(step), sent)
 
@@ -135,7 +135,7 @@ def test_an_engine_without_an_e4m3_kv_cache_refuses_before_anything_begins(tmp_p
         update(WEIGHTS, engine, version=0, kv_scales=scales(0))
     assert engine.manifests == []
     engine.layout["kv_cache"] = {**KV_CACHE, "layers": LAYERS + 1}
-    with pytest.raises(ManifestError, match=r"\(\d+, 3, \d+\).*\(\d+, 3, \d+\)"):
+    with pytest.raises(ManifestError, match=r"\(\d+, 2, \d+\).*\(\d+, 2, \d+\)"):
         update(WEIGHTS, engine, version=0, kv_scales=scales(0))
     assert engine.manifests == []
     engine.layout["kv_cache"] = {**KV_CACHE, "format": E4M3}
@@ -157,8 +157,7 @@ def sharded_update(rank: int, folder: Path) -> None:
     calibrator = KVCalibrator(LAYERS, KV_HEADS)
     made = torch.Generator().manual_seed(rank)
     for layer in range(LAYERS):
-        q, k, v = (torch.randn(1, KV_HEADS, 5, 8, generator=made) for _ in range(3))
-        calibrator.observe(layer, q, k, v)
+        calibrator.observe(layer, *torch.randn(2, 1, KV_HEADS, 5, 8, generator=made))
     sent = calibrator.scales()
     update(model, engine, version=0, kv_scales=sent)
     assert engine is None or torch.equal(engine.received(0), sent)
@@ -167,7 +166,7 @@ def sharded_update(rank: int, folder: Path) -> None:
     assert engine is None or torch.equal(engine.received(1), sent)
 
     found = failure(lambda: update(model, engine, version=2, kv_scales=sent[:1]))
-    assert found[0] == "ManifestError" and "has shape (1, 3, 3)" in found[1]
+    assert found[0] == "ManifestError" and "has shape (1, 2, 3)" in found[1]
     if engine is not None:
         engine.layout["kv_cache"] = None
     found = failure(lambda: update(model, engine, version=2, kv_scales=sent))

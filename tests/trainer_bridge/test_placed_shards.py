@@ -302,7 +302,7 @@ def with_kv_scales(rank: int, folder: Path) -> None:
         trainer = Trainer(memories, rank, torch.bfloat16)
         engine = KVEngine(interpreter.writable) if rank == 0 else None
         for version in range(4):
-            tensors, scales = toy.checkpoint(version), torch.ones(2, 3, 3)
+            tensors, scales = toy.checkpoint(version), torch.ones(2, 2, 3)
             result = update(trainer.become(tensors), engine, version=version, kv_scales=scales)
             assert engine is None or engine.holds(tensors)
             assert (result.mapped_bytes > 0) == (version > 0)

@@ -265,7 +265,7 @@ def test_all_chunks_together_are_those_of_one_rank(
     monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
     device = torch.device("cpu") if on_gpu else None
     monkeypatch.setattr(Recorder, "sent", {})
-    scales = torch.rand(2, 3, 4)
+    scales = torch.rand(2, 2, 4)
     named = [*toy.checkpoint(0).items(), (KV_SCALES, scales)]
     formats = dict.fromkeys(toy.FP8_NAMES, BLOCK_FP8)
 

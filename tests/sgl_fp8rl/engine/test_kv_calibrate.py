@@ -17,15 +17,20 @@ from sgl_fp8rl.kv_cache.quantized import Heads
 from sgl_fp8rl.kv_cache.scales import START_V, KVScales
 from sgl_fp8rl.ops.kv import store_kv
 from tests.sgl_fp8rl.kv_cache import fakes
-from tests.sgl_fp8rl.kv_cache.fakes import BF16, DIM, GROUP, HEADS, Backend, batch, qkv
+from tests.sgl_fp8rl.kv_cache.fakes import BF16, HEADS, Backend, batch, qkv
 
 PROBE = f"{HEALTH_CHECK_RID_PREFIX}_1"
 
 
-def by_hand(before: list[float], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[float]:
-    """K, V, Q: the power of two next to the one before whose range has room, element by element."""
+def kv(tokens: int, size: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """K and V of ``fakes.qkv``."""
+    return qkv(tokens, seed, size)[1:]
+
+
+def by_hand(before: list[float], k: torch.Tensor, v: torch.Tensor) -> list[float]:
+    """K, V: the power of two next to the one before whose range has room, element by element."""
     found = []
-    for scale, x in zip(before, (k, v, q), strict=True):
+    for scale, x in zip(before, (k, v), strict=True):
         top = max(abs(value) for value in x.flatten().tolist())
         while 448 * scale < LEAST_ROOM * top:
             scale *= 2
@@ -43,9 +48,9 @@ def test_a_scale_moves_as_little_as_its_range_needs(
 ) -> None:
     scales, (layer,) = fakes.scaled()
     scales.write(torch.full(scales.shape, before))
-    q, k, v = qkv(tokens, size=size)
-    kv_calibrate.calibrate(layer.fp8rl_layer, q, k, v)
-    assert scales.scales[0].T.tolist() == [by_hand([before] * 3, q, k, v)] * HEADS
+    k, v = kv(tokens, size)
+    kv_calibrate.calibrate(layer.fp8rl_layer, k, v)
+    assert scales.scales[0].T.tolist() == [by_hand([before] * 2, k, v)] * HEADS
 
 
 @pytest.mark.parametrize("before", [2.0**-48, 2.0**48])
@@ -53,14 +58,14 @@ def test_a_scale_moves_as_little_as_its_range_needs(
 def test_scales_stay_what_kernels_take(before: float, size: float) -> None:
     scales, (layer,) = fakes.scaled()
     scales.write(torch.full(scales.shape, before))
-    kv_calibrate.calibrate(layer.fp8rl_layer, *qkv(8, size=size))
+    kv_calibrate.calibrate(layer.fp8rl_layer, *kv(8, size))
     scales.check(scales.scales)
 
 
 def test_a_trainers_scales_become_powers_of_two() -> None:
     scales, (layer,) = fakes.scaled()
     scales.write(torch.full(scales.shape, 0.7))
-    kv_calibrate.calibrate(layer.fp8rl_layer, *qkv(8))
+    kv_calibrate.calibrate(layer.fp8rl_layer, *kv(8))
     assert scales.scales.unique().tolist() == [1.0]
 
 
@@ -78,10 +83,10 @@ POLICY = 64
 def tokens_of(size: float, bias: float = 0.0) -> tuple[torch.Tensor, ...]:
     """What a policy makes of a prompt: V of the first token is small, and a channel of K may have a
     bias."""
-    q, k, v = (x.clone() for x in qkv(POLICY, seed=1, size=size))
+    k, v = (x.clone() for x in kv(POLICY, size, seed=1))
     k[..., 0] += bias
     v[0] *= FIRST_V
-    return q, k, v
+    return k, v
 
 
 def stored(layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +129,7 @@ FIRST = [range(1), range(1, 2), range(3), range(8), range(38), range(30, POLICY)
 )
 def test_what_is_stored_does_not_depend_on_what_came_first(size: float, bias: float) -> None:
     """The root mean square of K and V is about 2.6 times ``size``."""
-    _, k, v = tokens_of(size, bias)
+    k, v = tokens_of(size, bias)
     for first in ([], [range(POLICY)], [range(1)]):
         seen = []
         for piece in FIRST:
@@ -133,7 +138,7 @@ def test_what_is_stored_does_not_depend_on_what_came_first(size: float, bias: fl
             assert scales.statistics[0, 1:3].tolist() == [0, 0]
             errors = error(k, values[0]), error(v, values[1])
             assert max(errors) < E4M3_ERROR, (piece, first, errors)
-            seen.append((scales.scales[0, :2, 0].clone(), values))
+            seen.append((scales.scales[0, :, 0].clone(), values))
         coarse = torch.stack([scale for scale, _ in seen]).amax(0) * 2**-6
         for row, x in enumerate((k, v)):
             normal = x.float().abs() >= coarse[row]
@@ -144,10 +149,10 @@ def test_what_is_stored_does_not_depend_on_what_came_first(size: float, bias: fl
 @pytest.mark.parametrize("first", [range(1), range(38)])
 def test_the_control_amax_times_a_margin_of_the_first_prefill(first: range) -> None:
     """The rule that was: one token makes most of V clip, and 38 tokens have codes of their own."""
-    q, k, v = tokens_of(1.0)
+    k, v = tokens_of(1.0)
     scales, (layer,) = fakes.scaled()
-    amax_3 = torch.stack([kv_calibrate.largest(x[first]) for x in (k, v, q)])
-    scales.write((amax_3 * 4 / 448).view(1, 3, 1).expand(1, 3, HEADS))
+    amax_2 = torch.stack([kv_calibrate.largest(x[first]) for x in (k, v)])
+    scales.write((amax_2 * 4 / 448).view(1, 2, 1).expand(1, 2, HEADS))
     values = stored(layer, k, v)
     _, kept = after([range(POLICY)])
     same = (values[1] == stored(kept, k, v)[1]).float().mean()
@@ -160,15 +165,15 @@ def test_the_control_amax_times_a_margin_of_the_first_prefill(first: range) -> N
 
 def test_versions_of_one_policy_keep_their_scales() -> None:
     kept = {tuple(after([*order])[0].scales[0, :, 0].tolist()) for order in permutations(FIRST, 3)}
-    assert kept == {(1.0, START_V, 1.0)}
+    assert kept == {(1.0, START_V)}
 
 
 def test_a_policy_that_diverged_leaves_no_scale_behind() -> None:
     """Its successor of another run has K and V of a millionth."""
     scales, (layer,) = fakes.scaled()
     for size in (1e6, 1.0):
-        q, k, v = tokens_of(size)
-        kv_calibrate.calibrate(layer.fp8rl_layer, q[:1], k[:1], v[:1])
+        k, v = tokens_of(size)
+        kv_calibrate.calibrate(layer.fp8rl_layer, k[:1], v[:1])
     values = stored(layer, k, v)
     assert scales.statistics[0, 1:3].tolist() == [0, 0]
     assert error(k, values[0]) < 0.05 and error(v, values[1]) < 0.05
@@ -181,22 +186,21 @@ def test_only_the_layer_at_hand_is_written() -> None:
     scales, layers = fakes.scaled(layers=2)
     before = scales.scales.clone()
     scales.recalibrate()
-    kv_calibrate.calibrate(layers[1].fp8rl_layer, *qkv(4, size=1000.0))
+    kv_calibrate.calibrate(layers[1].fp8rl_layer, *kv(4, 1000.0))
     assert torch.equal(scales.scales[0], before[0])
     assert not bool((scales.scales[1] == before[1]).any())
     assert scales.pending == {0}
 
 
 def test_zeros_nan_and_inf_make_no_bad_scale() -> None:
-    q, k, v = qkv(4, size=1000.0)
-    k = k.clone()
+    k, v = (x.clone() for x in kv(4, 1000.0))
     k[0, 0, 0], k[1, 0, 1] = torch.nan, torch.inf
     k[:, 1] = 0  # a head of zeros takes the layer's scale
     scales, (layer,) = fakes.scaled()
-    kv_calibrate.calibrate(layer.fp8rl_layer, q, k, torch.zeros_like(v))
+    kv_calibrate.calibrate(layer.fp8rl_layer, k, torch.zeros_like(v))
     scales.check(scales.scales)
     sound = k[:, 0].float().nan_to_num(posinf=0.0)
-    assert scales.scales[0, 0].tolist() == [by_hand([1.0] * 3, sound, sound, sound)[0]] * HEADS
+    assert scales.scales[0, 0].tolist() == [by_hand([1.0] * 2, sound, sound)[0]] * HEADS
     assert scales.scales[0, 1].tolist() == [START_V] * HEADS
 
 
@@ -205,17 +209,10 @@ def test_ranks_agree_on_the_scales_of_a_layer(monkeypatch: pytest.MonkeyPatch) -
     group = SimpleNamespace(world_size=2, device_group="the group")
     monkeypatch.setitem(kv_calibrate.compat.__dict__, "get_tp_group", lambda: group)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    q, k, v = qkv(8, size=1000.0)
-    shares = [
-        (
-            q.unflatten(1, (HEADS * GROUP, DIM))[:, r * GROUP : (r + 1) * GROUP],
-            k[:, r : r + 1],
-            v[:, r : r + 1],
-        )
-        for r in range(HEADS)
-    ]
+    k, v = kv(8, 1000.0)
+    shares = [(k[:, r : r + 1], v[:, r : r + 1]) for r in range(HEADS)]
     measured: list[torch.Tensor] = []
-    together = torch.zeros(3)
+    together = torch.zeros(2)
 
     def all_reduce(tensor: torch.Tensor, op: Any, group: str) -> None:
         assert (op, group) == (dist.ReduceOp.MAX, "the group")
@@ -225,9 +222,9 @@ def test_ranks_agree_on_the_scales_of_a_layer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     for turn in range(2):  # first to hear what each measures, then with what the other said
         kept = []
-        for rank, (mine_q, mine_k, mine_v) in enumerate(shares):
+        for rank, share in enumerate(shares):
             scales, (layer,) = fakes.scaled(heads=Heads.of(HEADS, rank, 2))
-            kv_calibrate.calibrate(layer.fp8rl_layer, mine_q, mine_k, mine_v)
+            kv_calibrate.calibrate(layer.fp8rl_layer, *share)
             kept.append(scales.scales)
         if turn == 0:
             assert not torch.equal(kept[0], kept[1])
@@ -235,7 +232,7 @@ def test_ranks_agree_on_the_scales_of_a_layer(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(kept[0], kept[1])
     whole, (layer,) = fakes.scaled()
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    kv_calibrate.calibrate(layer.fp8rl_layer, q, k, v)
+    kv_calibrate.calibrate(layer.fp8rl_layer, k, v)
     assert torch.equal(kept[0], whole.scales)
 
 
@@ -369,9 +366,9 @@ def test_the_few_tokens_asked_for_before_the_start_are_the_warm_up(
     assert named or request.rid == rid
 
 
-def test_the_dtype_of_q_does_not_matter() -> None:
-    q, k, v = (x.to(torch.float16) for x in qkv(4))
+def test_the_dtype_does_not_matter() -> None:
+    k, v = (x.to(torch.float16) for x in kv(4))
     scales, (layer,) = fakes.scaled()
-    kv_calibrate.calibrate(layer.fp8rl_layer, q, k, v)
+    kv_calibrate.calibrate(layer.fp8rl_layer, k, v)
     assert scales.scales.dtype == torch.float32
-    assert q.dtype != BF16
+    assert k.dtype != BF16

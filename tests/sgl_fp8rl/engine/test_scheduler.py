@@ -245,7 +245,7 @@ def test_scheme_trainer_needs_scales_in_each_update(engine: Engine) -> None:
     with pytest.raises(ManifestError, match="kv_scales"):
         engine.prepare(whole(without))
     assert not any(weights.knows(without.fingerprint) for weights in engine.ranks)
-    scaled = manifest_of(toy.checkpoint() | {KV_SCALES: torch.ones(1, 3, 1)})
+    scaled = manifest_of(toy.checkpoint() | {KV_SCALES: torch.ones(1, 2, 1)})
     assert engine.prepare(whole(scaled)) == [scaled.fingerprint] * TP
     engine.ranks[0].accept(without)
 

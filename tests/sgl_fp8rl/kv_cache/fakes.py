@@ -87,14 +87,14 @@ def qkv(tokens: int, seed: int = 0, size: float = 1.0) -> tuple[torch.Tensor, ..
 
 
 def reference(
-    q: torch.Tensor, backend: Backend, slots: torch.Tensor, scale_3H: torch.Tensor, scaling: float
+    q: torch.Tensor, backend: Backend, slots: torch.Tensor, scale_2H: torch.Tensor, scaling: float
 ) -> np.ndarray[Any, Any]:
     """Float64: softmax(scaling * k_scale * q . c_k) @ c_v * v_scale, [tokens, q heads, dim]."""
     decoded = [
         oracle.decode(cache.view(torch.uint8).numpy())[slots.numpy()].astype(np.float64)
         for cache in (backend.k, backend.v)
     ]
-    scales = scale_3H.double().numpy()
+    scales = scale_2H.double().numpy()
     q_THD = q.double().view(-1, HEADS * GROUP, DIM).numpy()
     out = np.empty_like(q_THD)
     for head in range(HEADS * GROUP):

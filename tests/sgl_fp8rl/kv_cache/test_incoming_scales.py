@@ -31,9 +31,9 @@ def test_each_spelling_is_known(spelling: str) -> None:
     names = incoming_scales.check(manifest(*tensors.items()), LAYERS, HEADS)
     assert names == set(tensors)
     scales = incoming_scales.assemble(tensors, LAYERS, HEADS)
-    assert scales.shape == (LAYERS, 3, HEADS) and scales.dtype == torch.float32
+    assert scales.shape == (LAYERS, 2, HEADS) and scales.dtype == torch.float32
     for layer in range(LAYERS):
-        assert scales[layer, :, 0].tolist() == [10 * layer + 1, 10 * layer + 2, 1.0]
+        assert scales[layer, :, 0].tolist() == [10 * layer + 1, 10 * layer + 2]
         assert bool((scales[layer] == scales[layer, :, :1]).all())
 
 
@@ -46,20 +46,21 @@ def test_each_spelling_is_known(spelling: str) -> None:
         "model.layers.0.mlp.k_scale",
         "model.layers.0.self_attn.k_scale.weight",
         "k_scale",
+        "model.layers.0.self_attn.q_scale",
     ],
 )
 def test_other_names_are_weights(name: str) -> None:
     assert incoming_scales.names_in([name]) == frozenset()
 
 
-def test_one_scale_a_head_and_a_scale_of_q() -> None:
-    tensors = single(SPELLINGS[1], "kvq", (HEADS,))
+def test_one_scale_a_head() -> None:
+    tensors = single(SPELLINGS[1], "kv", (HEADS,))
     first = next(iter(tensors))
     tensors[first] = torch.arange(1.0, HEADS + 1)
     incoming_scales.check(manifest(*tensors.items()), LAYERS, HEADS)
     scales = incoming_scales.assemble(tensors, LAYERS, HEADS)
     assert scales[0, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert scales[1, 2].tolist() == [13.0] * HEADS
+    assert scales[1, 1].tolist() == [12.0] * HEADS
 
 
 def test_bf16_scalars_of_a_checkpoint() -> None:
@@ -69,7 +70,7 @@ def test_bf16_scalars_of_a_checkpoint() -> None:
 
 
 def test_the_whole_tensor() -> None:
-    whole = torch.rand(LAYERS, 3, HEADS)
+    whole = torch.rand(LAYERS, 2, HEADS)
     assert incoming_scales.check(manifest((KV_SCALES, whole)), LAYERS, HEADS) == {KV_SCALES}
     assert torch.equal(incoming_scales.assemble({KV_SCALES: whole}, LAYERS, HEADS), whole)
     assert incoming_scales.check(manifest(), LAYERS, HEADS) == frozenset()
@@ -78,10 +79,11 @@ def test_the_whole_tensor() -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({KV_SCALES: torch.ones(LAYERS, 3, HEADS + 1)}, rf"{KV_SCALES}.*FP32.*\(2, 3, 4\)"),
-        ({KV_SCALES: torch.ones(LAYERS, 3, HEADS).bfloat16()}, rf"{KV_SCALES}.*bfloat16.*FP32"),
+        ({KV_SCALES: torch.ones(LAYERS, 2, HEADS + 1)}, rf"{KV_SCALES}.*FP32.*\(2, 2, 4\)"),
+        ({KV_SCALES: torch.ones(LAYERS, 3, HEADS)}, r"\(2, 2, 4\).*no longer Q"),
+        ({KV_SCALES: torch.ones(LAYERS, 2, HEADS).bfloat16()}, rf"{KV_SCALES}.*bfloat16.*FP32"),
         (
-            {KV_SCALES: torch.ones(LAYERS, 3, HEADS), **single(SPELLINGS[0])},
+            {KV_SCALES: torch.ones(LAYERS, 2, HEADS), **single(SPELLINGS[0])},
             r"self_attn\.k_scale",
         ),
         (
