@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sgl_fp8rl.ops.kv import power_of_two_above
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, FP8_MAX
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 from trainer_bridge.arguments import real, whole
@@ -39,9 +40,9 @@ class KVCalibrator:
         percentile: above 0, up to 100: replaces ``amax`` by this percentile of all elements (of all
             ranks and micro-batches, in one histogram), rounded up by at most 1/16. It takes 32 KiB
             per layer, row and head, and more time; larger elements are clipped.
-        margin: factor by which later tokens may exceed the measure before they are clipped. E4M3
-            is a float, so a margin of 2 costs precision only below 2^-13.8 of the measure, and a
-            margin of 1 only below 2^-14.8: headroom for unseen tokens is nearly free.
+        margin: factor by which later tokens may exceed the measure before they are clipped, and up
+            to twice that, since scales are rounded up. E4M3 is a float, so a margin of 2 costs
+            precision only below 2^-12.8 of the measure: headroom is nearly free.
         decay: share of the last step's measure that is kept if this step's is smaller, in [0, 1);
             a larger measure takes effect at once.
         group: ranks that share the tokens of a step; default all.
@@ -151,8 +152,9 @@ class KVCalibrator:
         This is a collective call of all ranks of the group, if torch.distributed is initialized.
 
         Returns:
-            FP32 ``[L, 2, H]``, the same on each rank: ``max(measure, 1e-10) * margin / 448``. If
-            torch.distributed is initialized and can reduce there, on the CPU.
+            FP32 ``[L, 2, H]``, the same on each rank: ``max(measure, 1e-10) * margin / 448``,
+            rounded up to a power of two, so that prefill's values, code times scale, are exact in
+            BF16. If torch.distributed is initialized and can reduce there, on the CPU.
 
         Raises:
             ValueError: a layer saw no tokens, or NaN or Inf; raised on every rank.
@@ -162,7 +164,7 @@ class KVCalibrator:
             kept = self.decay * self._kept + (1 - self.decay) * amax_LRH
             amax_LRH = torch.maximum(amax_LRH, kept)
         self._kept = amax_LRH
-        return (amax_LRH.clamp(min=AMAX_FLOOR) * self.margin / FP8_MAX).float()
+        return power_of_two_above((amax_LRH.clamp(min=AMAX_FLOOR) * self.margin / FP8_MAX).float())
 
     def _check(
         self,

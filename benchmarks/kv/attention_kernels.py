@@ -19,6 +19,7 @@ from sgl_fp8rl.engine import kv_attention
 from sgl_fp8rl.kv_cache.quantized import Heads, QuantizedKV
 from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.kv_cache.token_scales import TokenScales
+from sgl_fp8rl.ops.kv import power_of_two_above
 from sgl_fp8rl.ops.kv_int8 import rotate
 from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
@@ -48,7 +49,7 @@ def layer_of(scheme: str, inputs: Inputs) -> Any:
         return _layer(by_token)
     scales = KVScales(2, heads, "unit", device)
     if scheme == "layer":
-        scales_2H = (inputs.amax_2H() * MARGIN / FP8_MAX).log2().ceil().exp2()
+        scales_2H = power_of_two_above(inputs.amax_2H() * MARGIN / FP8_MAX)
         scales.write(scales_2H.expand(2, *scales_2H.shape))
     return _layer(scales)
 

@@ -14,6 +14,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.engine.internal_requests import is_internal
 from sgl_fp8rl.kv_cache.quantized import QuantizedKV
 from sgl_fp8rl.kv_cache.scales import ScaledLayer
+from sgl_fp8rl.ops.kv import power_of_two_above
 from sgl_fp8rl.ops.reference import FP8_MAX
 from sgl_fp8rl.protocol.kv_schema import LARGEST_KV_SCALE, LEAST_KV_SCALE
 
@@ -55,12 +56,6 @@ def scales_of(before_2: torch.Tensor, amax_2: torch.Tensor) -> torch.Tensor:
     most_2 = power_of_two_above(amax_2 * (MOST_ROOM / 2 / FP8_MAX))  # rounded up: at most twice it
     moved_2 = kept_2.clamp(least_2, most_2).clamp(LEAST_KV_SCALE, LARGEST_KV_SCALE)
     return torch.where(amax_2 > 0, moved_2, kept_2)
-
-
-def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is not below x; x FP32, normal and positive."""
-    mantissa = (1 << 23) - 1
-    return ((x.contiguous().view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
 
 
 def watch_forward(original: Any, runner: Any, forward_batch: Any, *args: Any, **kw: Any) -> Any:

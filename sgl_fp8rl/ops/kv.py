@@ -20,6 +20,12 @@ PADDING_SLOT = 0
 _INF = 0x7F800000
 
 
+def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is not below x; x FP32, normal and positive."""
+    mantissa = (1 << 23) - 1
+    return ((x.contiguous().view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
+
+
 def kv_codes(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
     """``x / scale`` in FP32, saturated and rounded to nearest even: float8_e4m3fn ``[T, H, D]``.
 

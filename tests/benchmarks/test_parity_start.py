@@ -33,7 +33,7 @@ def test_planting_changes_k_but_not_the_policy() -> None:
     tokens = torch.randint(128, (2, 40), generator=torch.Generator().manual_seed(0))
 
     def look() -> tuple[torch.Tensor, torch.Tensor]:
-        calibrator = KVCalibrator.of(model, margin=448)  # its scales are then magnitudes
+        calibrator = KVCalibrator.of(model, margin=448)  # scales are magnitudes, rounded up
         with torch.no_grad(), calibrator.watch(model):
             logits = model(tokens, use_cache=False).logits
         return logits, calibrator.scales()[:, 0].amin()

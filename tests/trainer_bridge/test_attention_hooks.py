@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, run
+from tests.trainer_bridge.test_kv_calibrator import measured
 from trainer_bridge import attention_hooks
 from trainer_bridge.kv_calibrator import KVCalibrator
 
@@ -104,10 +105,10 @@ def by_hand(
 
 def seen(model: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The amax ``[layers, 2, KV heads]`` that ``watch`` finds in one forward, and its logits."""
-    calibrator = KVCalibrator.of(model, margin=448)
+    calibrator = KVCalibrator.of(model)
     with torch.no_grad(), calibrator.watch(model):
         logits = model(*arguments, **options).logits
-    return calibrator.scales().double(), logits
+    return measured(calibrator), logits
 
 
 NEAR = 5e-6
@@ -201,7 +202,7 @@ def test_nothing_is_left_behind(unwatched: Callable[[], bool]) -> None:
 def test_a_forward_takes_its_mask_along(fails: bool) -> None:
     """Also one that failed. The next has none; an older one would not fit."""
     model, ids, mask, other = tiny(), tokens(), padded(True), tokens(seed=1, count=5)
-    calibrator = KVCalibrator.of(model, margin=448)
+    calibrator = KVCalibrator.of(model)
     with torch.no_grad(), calibrator.watch(model):
         with suppress(IndexError):
             model(ids + fails * VOCABULARY, attention_mask=mask)
@@ -209,16 +210,16 @@ def test_a_forward_takes_its_mask_along(fails: bool) -> None:
     expected = by_hand(model, other)
     if not fails:
         expected = torch.maximum(expected, by_hand(model, ids, mask))
-    assert float((calibrator.scales().double() / expected - 1).abs().max()) < NEAR
+    assert float((measured(calibrator) / expected - 1).abs().max()) < NEAR
 
 
 def test_the_decoder_may_be_called_alone() -> None:
     """As a trainer does that needs hidden states; the control counts its padding."""
     model, ids, mask = tiny(), tokens(), padded(True)
-    calibrator = KVCalibrator.of(model, margin=448)
+    calibrator = KVCalibrator.of(model)
     with torch.no_grad(), calibrator.watch(model):
         model.model(ids, attention_mask=mask)
-    found = calibrator.scales().double()
+    found = measured(calibrator)
     assert float((found / by_hand(model, ids, mask) - 1).abs().max()) < NEAR
     assert float((found / by_hand(model, ids) - 1).abs().max()) > 0.01
 
@@ -227,7 +228,7 @@ def test_each_watch_sees_its_own_model(unwatched: Callable[[], bool]) -> None:
     """A trainer has a reference model too; they may end in any order."""
     policy, reference = tiny(), tiny(initializer_range=0.5)
     ids = tokens()
-    calibrators = [KVCalibrator.of(m, margin=448) for m in (policy, reference, policy)]
+    calibrators = [KVCalibrator.of(m) for m in (policy, reference, policy)]
     with torch.no_grad(), ExitStack() as first, ExitStack() as others:
         first.enter_context(calibrators[0].watch(policy))
         others.enter_context(calibrators[1].watch(reference))
@@ -236,7 +237,7 @@ def test_each_watch_sees_its_own_model(unwatched: Callable[[], bool]) -> None:
         first.close()
         policy(3 * ids % VOCABULARY)
         reference(ids)
-    found = [calibrator.scales().double() for calibrator in calibrators]
+    found = [measured(calibrator) for calibrator in calibrators]
     again = by_hand(policy, 3 * ids % VOCABULARY)
     expected = [
         by_hand(policy, ids),
@@ -435,6 +436,7 @@ def watch_sharded(rank: int, folder: Path) -> None:
                 whole(ids, attention_mask=mask)
         # scales() of one process, in which there is no group of several
         expected = alone._measure(alone._statistics) * 2 / 448  # type: ignore[arg-type]
+        expected = expected.log2().ceil().exp2()
 
         calibrator = KVCalibrator.of(model, percentile=percentile)
         ids, mask = batches[rank]

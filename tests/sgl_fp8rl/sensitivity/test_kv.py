@@ -44,7 +44,7 @@ def test_attention_of_each_layer_reads_under_its_own_scales(load: Load) -> None:
 
 
 def test_scales_are_those_of_an_update(load: Load) -> None:
-    """amax of K and V times the margin of 2 over 448; padding does not count."""
+    """amax of K and V times the margin of 2 over 448, rounded up; padding does not count."""
     model = load("qwen3")
     alone = [kv.layer_scales(model, tokens.batches_of([text], model.device)) for text in TEXTS]
     together = kv.layer_scales(model, tokens.batches_of(TEXTS, model.device))
