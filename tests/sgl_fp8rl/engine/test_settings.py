@@ -28,7 +28,7 @@ Device = tuple[int, int] | None
 FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}
 KV_FLAGS = ("--kv-cache-dtype", "fp8_e4m3")
 OURS_ON_HOPPER = {
-    "prefill_attention_backend": "flashinfer",
+    "prefill_attention_backend": "fa3",
     "decode_attention_backend": TRTLLM_MHA,
     "page_size": 64,
 }
@@ -167,7 +167,7 @@ def admitted(start: Start, **fields: Any) -> bool:
 
 
 FULL = {"prefill": {"backend": "full"}}
-SCALED = {**FP8_KV, **OURS_ON_HOPPER, "attention_backend": "flashinfer"}
+SCALED = {**FP8_KV, **OURS_ON_HOPPER, "attention_backend": "fa3"}
 """What a framework has to say on Hopper."""
 
 
