@@ -74,8 +74,8 @@ class Workspace:
                 f"cache, which holds {self.row}; start with a smaller --context-length"
             )
         self.heads = heads
-        # what a kernel masks is finite: it multiplies it by 0
-        self.k_WD, self.v_WD = torch.zeros(2, self.row, dim, dtype=dtype, device=device)
+        # a kernel reads what its group wrote, and nothing of earlier ones
+        self.k_WD, self.v_WD = torch.empty(2, self.row, dim, dtype=dtype, device=device)
         self.planned: torch.Tensor | None = None
         """What the plan is of: any tensor of the batch."""
         self.groups: list[Group] = []
