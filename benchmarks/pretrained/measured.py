@@ -1,9 +1,10 @@
 """What is measured of an engine: its greedy answers, its perplexity, its mismatch with a trainer.
 
-Shapes: B sequences, T tokens of the longest response.
+Shapes: B sequences, T tokens of the longest response, H hidden, V vocabulary.
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,15 +21,10 @@ from benchmarks.pretrained.arms import Arm
 from trainer_bridge import Rollout, update
 from trainer_bridge.metrics import mismatch_metrics
 
-QUESTIONS = (
-    "What is the capital of France?",
-    "Why is the sky blue? Answer in two sentences.",
-    "Write three tips for a good night's sleep.",
-    "Explain to a child what a computer program is.",
-    "List the colors of the rainbow.",
-    "What is the difference between a cat and a dog?",
-    "Write a short story about a lost key.",
-    "How do I make a cup of tea?",
+CHATS = Path(__file__).with_name("questions.jsonl")
+"""Of one question each, as ``sgl-fp8rl precision --prompts`` reads them."""
+QUESTIONS = tuple(
+    json.loads(line)["prompt"][0]["content"] for line in CHATS.read_text().splitlines()
 )
 TEXTS = ("LICENSE", "docs/correction.md", "docs/parity.md", "docs/scale.md")
 """Of this repository; a result has their digests."""
@@ -71,13 +67,37 @@ def scaled_blocks(model: Any, off: float) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, weight
 
 
-def answers(engine: Any, tokenizer: Any, questions: Sequence[str], new: int) -> list[str]:
-    """Greedy responses."""
+def answers(engine: Any, tokenizer: Any, questions: Sequence[str], new: int) -> list[list[int]]:
+    """Token ids of greedy responses."""
     replies = engine.generate(
         input_ids=[chat(tokenizer, question) for question in questions],
         sampling_params={"temperature": 0.0, "max_new_tokens": new},
     )
-    return [tokenizer.decode(reply["output_ids"], skip_special_tokens=True) for reply in replies]
+    return [list(reply["output_ids"]) for reply in replies]
+
+
+@torch.inference_mode()
+def regrets(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
+    """By how much the model, with an FP32 head, prefers its own choice to each token of an answer,
+    given those before: nats, 0 where both are the same. A small one is a near tie, which rounding
+    decides in BF16 as well."""
+    ids = torch.tensor([prompt + answer], device=model.device)
+    hidden_TH = model.get_decoder()(ids).last_hidden_state[0, len(prompt) - 1 : -1].float()
+    head_VH = model.get_output_embeddings().weight.float()
+    logprobs_TV = (hidden_TH @ head_VH.T).log_softmax(-1)
+    chosen_T = logprobs_TV.gather(-1, ids[0, len(prompt) :, None]).squeeze(-1)
+    preferred: list[float] = (logprobs_TV.amax(-1) - chosen_T).tolist()
+    return preferred
+
+
+def weight_bytes(engine: Any) -> int:
+    """Of one of our engines on one rank: codes, scales and what is in BF16, with padding."""
+    (tensors,) = engine.fp8rl_control({"op": "digest"})["ranks"]
+    return sum(
+        math.prod(tensor["shape"]) * getattr(torch, tensor["dtype"].removeprefix("torch.")).itemsize
+        for name, tensor in tensors.items()
+        if "weight" in name
+    )
 
 
 def chat(tokenizer: Any, question: str) -> list[int]:

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,15 @@ def measure(checkpoint: Path, arm: Arm, work: Work, device: torch.device) -> Row
     started = time.perf_counter()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device).eval()
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
     questions = measured.QUESTIONS[: work.answers]
     with measured.running(checkpoint, arm, device, model) as engine:
         formats: list[str] = []
-        if arm.engine:
+        weight_bytes = sum(2 * parameter.numel() for parameter in model.parameters())
+        if "quantization" in arm.engine:
             layers = engine.fp8rl_control({"op": "layers"})["layers"]
             formats = [layer["format"] for layer in layers]
+            weight_bytes = measured.weight_bytes(engine)
         # the first prefill: an FP8 KV cache measures its scales here
         answers = measured.answers(engine, tokenizer, questions, work.new)
         windows = measured.windows_of(tokenizer, work.length, work.windows)
@@ -67,7 +71,12 @@ def measure(checkpoint: Path, arm: Arm, work: Work, device: torch.device) -> Row
         "arm": arm.name,
         "matrices": len(formats),
         "quantized_matrices": len(formats) - formats.count("bf16"),
-        "answers": dict(zip(questions, answers, strict=True)),
+        "weight_bytes": weight_bytes,
+        "answers": dict(zip(questions, map(decode, answers), strict=True)),
+        "regret": {
+            question: round(max(measured.regrets(model, prompt, answer)), 3)
+            for question, prompt, answer in zip(questions, prompts, answers, strict=False)
+        },
         "perplexity": round(measured.perplexity(nll), 4),
         "nll": [round(value, 5) for value in nll],
         "tokens": len(windows) * (work.length - 1),

@@ -59,7 +59,7 @@ def as_json(
     mitigations: Sequence[Mitigation],
     read: Bytes,
 ) -> dict[str, Any]:
-    """The report in plain types. ``layers`` are in order of damage."""
+    """The report in plain types. ``layers`` are in order of damage for their bytes."""
     answer = points[-1]
     names = [damage.group.name for damage in ranked]
     ignored = names[: answer.ignored]
@@ -111,7 +111,7 @@ def as_json(
 def render(found: dict[str, Any]) -> str:
     """The JSON as plain text."""
     total = found["kl_sum_of_layers"]
-    layers = [("layer, most damaging first", "KL", "+-", "k3", "share", "BF16", "")]
+    layers = [("layer, most KL for its bytes first", "KL", "+-", "k3", "share", "BF16", "")]
     layers += [
         (
             layer["name"],

@@ -1,4 +1,4 @@
-"""Rank layers by the damage of FP8, and find the shortest ignore list within a KL budget."""
+"""Rank layers by the damage of FP8 for their bytes, and find the ignore list of a KL budget."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Point:
-    """The model with its most damaging layers in BF16."""
+    """The model with the first layers of the ranking in BF16."""
 
     ignored: int
     """How many layers, from the top of the ranking."""
@@ -32,9 +32,9 @@ Measure = Callable[[Sequence[Group]], Divergence]
 
 
 def rank(groups: Sequence[Group], measure: Measure) -> list[Damage]:
-    """All groups, most damaging first."""
+    """All groups, those first whose damage is largest for what they cost in BF16."""
     found = [Damage(group, measure([group])) for group in groups]
-    return sorted(found, key=lambda damage: -damage.divergence.kl)
+    return sorted(found, key=lambda damage: -damage.divergence.kl / damage.group.bf16_bytes)
 
 
 def point(ranked: Sequence[Damage], ignored: int, measure: Measure) -> Point:

@@ -74,6 +74,22 @@ def test_windows_take_the_texts_in_turn() -> None:
     assert bytes(windows[4]) == starts[0][64:128]
 
 
+def test_regret_is_of_each_token_after_those_before_it() -> None:
+    head_VH = torch.tensor([[0.0], [1.0], [3.0]])
+    hidden_L = torch.tensor([9.0, 1.0, -2.0, 9.0])  # of a prompt of 2 tokens, an answer of 2
+
+    def decoder(ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(last_hidden_state=hidden_L[None, : ids.shape[1], None].bfloat16())
+
+    model = SimpleNamespace(
+        device=torch.device("cpu"),
+        get_decoder=lambda: decoder,
+        get_output_embeddings=lambda: SimpleNamespace(weight=head_VH.bfloat16()),
+    )
+    assert measured.regrets(model, [0, 0], [2, 0]) == pytest.approx([0.0, 0.0])
+    assert measured.regrets(model, [0, 0], [1, 2]) == pytest.approx([2.0, 6.0])
+
+
 def test_the_step_of_a_grid_is_found() -> None:
     codes = torch.randint(16, (4, 64))
     codes[:, ::32], codes[:, 1::32] = 0, 15
@@ -102,7 +118,9 @@ def rows() -> list[dict[str, Any]]:
             "kind": "arm",
             "arm": arm,
             "quantized_matrices": 120 * (arm != BF16),
+            "weight_bytes": 10**6 * (270 - i),
             "answers": {"Who?": f"{arm} says\n\n1 | 2"},
+            "regret": {"Who?": 0.01 * i},
             "perplexity": 20.0 + i,
             "nll": [3.0 + 0.1 * i, 3.2 + 0.1 * i],
             "tokens": 510,
@@ -126,8 +144,12 @@ def test_the_tables_show_every_arm_beside_bf16() -> None:
 
 def test_the_summary_of_the_demo_has_both() -> None:
     step = {"mismatch_kl_k3": 2e-3, "update_s": 1.5}
-    text = summary({row["arm"]: row for row in rows()[2:]}, {arm: [step, step] for arm in TRAINED})
-    assert all(f"{arm} says" in text for arm in MEASURED)
+    measured = {row["arm"]: row for row in rows()[2:]}
+    text = summary(measured, {arm.name: [step, step] for arm in TRAINED})
+    for arm in MEASURED:
+        row = measured[arm]
+        assert f"{arm} says" in text and f"({row['regret']['Who?']:.2f} nats)" in text
+        assert f"weights {row['weight_bytes'] // 10**6} MB" in text
     assert text.count("2 steps of GRPO") == 2
 
 

@@ -46,7 +46,8 @@ def test_the_list_keeps_the_budget(found: dict[str, Any]) -> None:
     layers = found["layers"]
     assert len(layers) == 6 and found["tokens"] == TOKENS
     kls = [layer["kl"] for layer in layers]
-    assert kls == sorted(kls, reverse=True) and kls[-1] > 0
+    for_bytes = [layer["kl"] / layer["bf16_bytes"] for layer in layers]
+    assert for_bytes == sorted(for_bytes, reverse=True) and for_bytes[-1] > 0
     names = [layer["name"] for layer in layers]
     ignored = found["ignored_layers"]
     assert 0 < len(ignored) < 6 and ignored == names[: len(ignored)]

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import pytest
+from torch import nn
 
 from sgl_fp8rl.sensitivity.divergence import Divergence
 from sgl_fp8rl.sensitivity.groups import Group
 from sgl_fp8rl.sensitivity.search import Damage, Point, point, rank, shortest
 
 ALONE = {f"layer {n}": 2.0**-n for n in (3, 1, 4, 0, 2, 6, 5)}
-GROUPS = [Group(name, 0, ()) for name in ALONE]
+GROUPS = [Group(name, 0, (nn.Linear(2, 3),)) for name in ALONE]
 
 
 class Meter:
@@ -31,6 +32,13 @@ def ranked(meter: Meter) -> list[Damage]:
 
 def test_ranking() -> None:
     assert [d.group.name for d in ranked(Meter())] == [f"layer {n}" for n in range(7)]
+
+
+def test_a_larger_layer_must_be_worth_its_bytes() -> None:
+    larger = Group("layer 0", 0, (nn.Linear(2, 3), nn.Linear(2, 6)))  # three times as large
+    groups = [larger, *(g for g in GROUPS if g.name != larger.name)]
+    names = [d.group.name for d in rank(groups, Meter())]
+    assert names[:4] == ["layer 1", "layer 0", "layer 2", "layer 3"]
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
