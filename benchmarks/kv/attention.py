@@ -70,7 +70,7 @@ def arms(inputs: Inputs, bf16_mma: bool) -> Attends:
             continue
         if scheme == "unit":
             found["stock-fa2-bf16", ""] = (
-                (inputs.k_SHD, inputs.v_SHD),
+                kernels.placed(inputs),
                 lambda: kernels.attend_bf16(inputs),
             )
             found["stock-xqa", scheme] = caches, lambda: kernels.attend_stock_xqa(inputs)

@@ -70,18 +70,43 @@ def _layer(scales: QuantizedKV) -> Any:
     )
 
 
+def pages_of(inputs: Inputs) -> torch.Tensor:
+    """The pages of each sequence, int32 ``[B, P]``: in no order, as an engine's are after a while.
+
+    Raises:
+        ValueError: a sequence does not fill its pages.
+    """
+    batch, context = inputs.load.batch, inputs.load.context
+    if context % PAGE:
+        raise ValueError(f"{context} tokens are not whole pages of {PAGE}; take a multiple")
+    order = torch.randperm(batch * context // PAGE, generator=torch.Generator().manual_seed(0))
+    return order.int().view(batch, -1).to(inputs.k_SHD.device)
+
+
+def slots_of(inputs: Inputs) -> torch.Tensor:
+    """Where each token lies, int64 ``[S]``."""
+    in_page = torch.arange(PAGE, device=inputs.k_SHD.device)
+    return (pages_of(inputs).long().view(-1, 1) * PAGE + in_page).flatten()
+
+
+def placed(inputs: Inputs) -> Caches:
+    """A BF16 cache of these inputs."""
+    k_cache, v_cache = (torch.empty_like(x) for x in (inputs.k_SHD, inputs.v_SHD))
+    slots = slots_of(inputs)
+    k_cache[slots], v_cache[slots] = inputs.k_SHD, inputs.v_SHD
+    return k_cache, v_cache
+
+
 def stored(layer: Any, inputs: Inputs) -> Caches:
     """The codes that the engine would keep of these inputs."""
     caches = tuple(torch.empty_like(x, dtype=FP8_DTYPE) for x in (inputs.k_SHD, inputs.v_SHD))
-    slots = torch.arange(len(inputs.k_SHD), device=inputs.k_SHD.device)
-    layer.fp8rl_layer.store(inputs.k_SHD, inputs.v_SHD, slots, caches)
+    layer.fp8rl_layer.store(inputs.k_SHD, inputs.v_SHD, slots_of(inputs), caches)
     return caches[0], caches[1]
 
 
 def meant(inputs: Inputs, layer: Any, caches: Caches) -> Inputs:
     """What the codes stand for."""
-    slots = torch.arange(len(inputs.k_SHD), device=inputs.k_SHD.device)
-    k_SHD, v_SHD = layer.fp8rl_layer.codes(caches).values(slots)
+    k_SHD, v_SHD = layer.fp8rl_layer.codes(caches).values(slots_of(inputs))
     if isinstance(layer.fp8rl_layer.scales, TokenScales):
         k_SHD = rotate(k_SHD)  # back
     return replace(inputs, k_SHD=k_SHD, v_SHD=v_SHD)
@@ -95,7 +120,7 @@ def fa2(inputs: Inputs, cache_dtype: torch.dtype) -> Any:
     device = inputs.k_SHD.device
     # as SGLang has it: a page is one token
     indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * context
-    indices = torch.arange(batch * context, dtype=torch.int32, device=device)
+    indices = slots_of(inputs).int()
     last_page_len = torch.ones(batch, dtype=torch.int32, device=device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
         torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
@@ -229,15 +254,10 @@ def attend_stock_xqa(inputs: Inputs) -> Attend:
 
 def page_tables(inputs: Inputs) -> Any:
     """What ``paged_decode`` reads of SGLang's backend."""
-    batch, context = inputs.load.batch, inputs.load.context
-    device = inputs.k_SHD.device
-    if context % PAGE:
-        raise ValueError(f"{context} tokens are not whole pages of {PAGE}; take a multiple")
-    pages = torch.arange(batch * context // PAGE, dtype=torch.int32, device=device).view(batch, -1)
-    last = inputs.load.queries
-    pages = pages.repeat_interleave(last, 0)  # each query is a sequence of its own
-    lengths = torch.arange(context - last + 1, context + 1, dtype=torch.int32, device=device)
-    lengths = lengths.repeat(batch)
+    context, last = inputs.load.context, inputs.load.queries
+    pages = pages_of(inputs).repeat_interleave(last, 0)  # each query is a sequence of its own
+    lengths = torch.arange(context - last + 1, context + 1, dtype=torch.int32, device=pages.device)
+    lengths = lengths.repeat(inputs.load.batch)
     return SimpleNamespace(
         page_size=PAGE,
         forward_metadata=SimpleNamespace(cache_seqlens_int32=lengths),

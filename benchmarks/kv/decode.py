@@ -5,7 +5,6 @@ were codes (``kv_error``). Splits are those of an engine. Shape suffixes as in `
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,20 +13,7 @@ from benchmarks import measuring
 from benchmarks.benchmark import Benchmark, Job, Measurement, Run
 from benchmarks.kv import attention
 from benchmarks.kv import attention_kernels as kernels
-from benchmarks.kv.attention_inputs import (
-    DIM,
-    GROUP,
-    HEADS,
-    Inputs,
-    Load,
-    bias,
-    draw,
-    errors,
-    exact,
-)
-from sgl_fp8rl.ops.kv_int8 import token_codes
-from sgl_fp8rl.ops.paged_decode import Codes, Pages, pack_token_scales
-from sgl_fp8rl.ops.paged_decode_cuda import Workspace, attend
+from benchmarks.kv.attention_inputs import Inputs, Load, bias, draw, errors, exact
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 MODEL = "qwen3-8b"
@@ -102,29 +88,10 @@ def _arms(inputs: Inputs) -> Iterator[Arm]:
     for name, make in made.items():
         yield Arm(name, make(), caches, meant)
     del caches, meant
-    yield _int8(inputs)
-
-
-def _int8(inputs: Inputs) -> Arm:
-    """INT8 codes of the same K and V, which are not rotated: what is measured is the kernel."""
-    (k, k_scale_SH), (v, v_scale_SH) = (
-        token_codes(x_SHD, rotated=False) for x_SHD in (inputs.k_SHD, inputs.v_SHD)
-    )
-    packed = pack_token_scales(k_scale_SH, v_scale_SH)
-    meant = replace(
-        inputs, k_SHD=k.float() * k_scale_SH[..., None], v_SHD=v.float() * v_scale_SH[..., None]
-    )
-    load, tables = inputs.load, kernels.page_tables(inputs)
-    lengths_B = tables.forward_metadata.cache_seqlens_int32
-    pages = Pages(tables._get_layer_page_table(None, None), kernels.PAGE, lengths_B)
-    workspace = Workspace(len(k), load.batch, HEADS, GROUP, DIM, torch.device(DEVICE), is_int8=True)
-    q = inputs.q_BHGD.flatten(1, 2).half()
-
-    def run(caches: kernels.Caches) -> torch.Tensor:
-        workspace.plan(lengths_B)
-        return attend(q, Codes(*caches, token_scales_HS=packed), pages, workspace, DIM**-0.5)
-
-    return Arm("paged-int8", run, (k, v), meant)
+    layer = kernels.layer_of(kernels.INT8, inputs)
+    caches = kernels.stored(layer, inputs)
+    meant = kernels.meant(inputs, layer, caches)
+    yield Arm("paged-int8", kernels.attend_paged(inputs, layer), caches, meant)
 
 
 BENCHMARK = Benchmark(jobs=(Job("decode", None),), measure=measure, limit_s=300.0)

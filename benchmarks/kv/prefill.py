@@ -82,7 +82,7 @@ def _times() -> Iterator[Measurement]:
 
 
 def _arms(inputs: Inputs) -> Iterator[Arm]:
-    yield Arm("fa3-bf16", None, (inputs.k_SHD, inputs.v_SHD), fa3_bf16(inputs))
+    yield Arm("fa3-bf16", None, kernels.placed(inputs), fa3_bf16(inputs))
     makers: dict[str, tuple[str, Callable[[Any], kernels.Attend]]] = {
         "stock-fa3-fp8": ("unit", lambda _: stock_fa3(inputs)),
         "ours-e4m3": ("layer", lambda layer: attend_ours(inputs, layer)),
@@ -99,7 +99,7 @@ def fa3(inputs: Inputs) -> Callable[..., torch.Tensor]:
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
     load, device = inputs.load, inputs.k_SHD.device
-    pages = torch.arange(len(inputs.k_SHD) // kernels.PAGE, dtype=torch.int32, device=device)
+    pages = kernels.pages_of(inputs)
     lengths = torch.full((load.batch,), load.context, dtype=torch.int32, device=device)
     starts = torch.arange(load.batch + 1, dtype=torch.int32, device=device) * load.queries
 
@@ -110,7 +110,7 @@ def fa3(inputs: Inputs) -> Callable[..., torch.Tensor]:
             q=q.view(load.batch * load.queries, -1, dim),
             k_cache=k_cache,
             v_cache=v_cache,
-            page_table=pages.view(load.batch, -1),
+            page_table=pages,
             cache_seqlens=lengths,
             cu_seqlens_q=starts,
             max_seqlen_q=load.queries,
@@ -140,7 +140,7 @@ def attend_ours(inputs: Inputs, layer: Any) -> kernels.Attend:
     load, device, q = inputs.load, inputs.k_SHD.device, inputs.q_BHGD.flatten(1)
     scales = layer.fp8rl_layer.scales
     scales.prefill_workspace = Workspace(HEADS, DIM, load.context, scales.value_dtype, device)
-    pages = torch.arange(len(inputs.k_SHD) // kernels.PAGE, dtype=torch.int32, device=device)
+    pages = kernels.pages_of(inputs)
     batch = SimpleNamespace(
         out_cache_loc=pages,
         seq_lens_cpu=torch.tensor([load.context] * load.batch),
@@ -151,7 +151,7 @@ def attend_ours(inputs: Inputs, layer: Any) -> kernels.Attend:
         backend = SimpleNamespace(
             page_size=kernels.PAGE,
             num_splits=0,
-            forward_metadata=SimpleNamespace(page_table=pages.view(load.batch, -1)),
+            forward_metadata=SimpleNamespace(page_table=pages),
             token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda _: caches),
         )
         return kv_prefill.fa3_extend(
@@ -178,7 +178,7 @@ def attend_fa2(inputs: Inputs, layer: Any) -> kernels.Attend:
     wrapper.plan(
         steps * load.queries,
         steps * load.context,
-        torch.arange(len(inputs.k_SHD), dtype=torch.int32, device=device),
+        kernels.slots_of(inputs).int(),
         torch.ones(load.batch, dtype=torch.int32, device=device),
         query_heads,
         heads,

@@ -54,10 +54,16 @@ def test_exact_is_attention() -> None:
     assert half["kv_error"] == pytest.approx([0.5] * 2) == half["kv_error_max"]
 
 
-def a_run(load: inputs_of.Load) -> Any:
-    """What FlashInfer's wrapper computes of q and the caches as they are."""
+def a_run(load: inputs_of.Load, slots: torch.Tensor | None = None) -> Any:
+    """What FlashInfer's wrapper computes of q and the caches as they are.
+
+    Args:
+        slots: where the tokens lie, if not in order.
+    """
 
     def run(q: torch.Tensor, caches: kernels.Caches) -> torch.Tensor:
+        if slots is not None:
+            caches = caches[0].float()[slots], caches[1].float()[slots]
         drawn = SimpleNamespace(
             load=load,
             q_BHGD=q.view(load.batch, 8, 4, 128),
@@ -72,7 +78,7 @@ def a_run(load: inputs_of.Load) -> Any:
 def error_of(load: inputs_of.Load, scheme: str) -> float:
     drawn = inputs_of.draw(load, "cpu")
     layer = kernels.layer_of(scheme, drawn)
-    attend = kernels.attend_fa2(drawn, layer, a_run(load))
+    attend = kernels.attend_fa2(drawn, layer, a_run(load, kernels.slots_of(drawn)))
     got = attend(kernels.stored(layer, drawn))
     assert got.shape == (2, 4096) and got.dtype == torch.bfloat16
     return max(inputs_of.errors(got, inputs_of.exact(drawn))["kv_error"])
@@ -160,7 +166,9 @@ def test_every_kernel_and_scheme_has_a_measurement(
 ) -> None:
     monkeypatch.setattr(kv_attention, "LOADS", (LOAD, BEYOND))
     monkeypatch.setattr(kv_attention, "DEVICE", "cpu")
-    monkeypatch.setattr(kernels, "fa2", lambda inputs, dtype: a_run(inputs.load))
+    monkeypatch.setattr(
+        kernels, "fa2", lambda inputs, _: a_run(inputs.load, kernels.slots_of(inputs))
+    )
     monkeypatch.setattr(kv_attention, "times_us", lambda attend, caches: [2.0, 1.0, 3.0])
     found = kv_attention.measurements(False, 4.0)
     assert [measurement["arm"] for measurement in found[:8]] == [
@@ -206,7 +214,8 @@ def fa3_in_torch(inputs: inputs_of.Inputs) -> Any:
     def run(q: torch.Tensor, caches: kernels.Caches, **descales: torch.Tensor) -> torch.Tensor:
         assert q.dtype == caches[0].dtype
         k, v = (
-            cache.double() * descales.get(name, torch.ones(8)).expand(2, 8)[0].view(8, 1)
+            cache.double()[kernels.slots_of(inputs)]
+            * descales.get(name, torch.ones(8)).expand(2, 8)[0].view(8, 1)
             for name, cache in zip(("k_descale", "v_descale"), caches, strict=True)
         )
         seen = replace(inputs, q_BHGD=q.view(-1, 8, 4, 128), k_SHD=k, v_SHD=v)
