@@ -18,6 +18,7 @@ from benchmarks.kv.attention_inputs import DIM, HEADS, Inputs, Load, bias, draw,
 from sgl_fp8rl.engine import kv_attention, kv_prefill
 from sgl_fp8rl.ops.paged_prefill import Workspace
 from sgl_fp8rl.ops.reference import FP8_DTYPE
+from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 
 MODEL = "qwen3-8b"
 TOKENS, CHUNK = 128, 16384
@@ -139,7 +140,9 @@ def attend_ours(inputs: Inputs, layer: Any) -> kernels.Attend:
     """Our hook on SGLang's FA3 prefill."""
     load, device, q = inputs.load, inputs.k_SHD.device, inputs.q_BHGD.flatten(1)
     scales = layer.fp8rl_layer.scales
-    scales.prefill_workspace = Workspace(HEADS, DIM, load.context, scales.value_dtype, device)
+    scales.prefill_workspace = Workspace(
+        HEADS, DIM, load.context, scales.value_dtype, device, WORKSPACE_BYTES
+    )
     pages = kernels.pages_of(inputs)
     batch = SimpleNamespace(
         out_cache_loc=pages,

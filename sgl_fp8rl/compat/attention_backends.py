@@ -21,7 +21,7 @@ FLASHINFER_PLANS = (f"{_PLANNER}.call_begin_forward", f"{_MLA_PLANNER}.call_begi
 ATTRIBUTES: dict[str, str] = {
     "sglang.srt.layers.radix_attention.RadixAttention": (
         "attn_type head_dim is_cross_attention layer_id logit_cap qk_head_dim scaling "
-        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num v_head_dim"
+        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num use_irope v_head_dim"
     ),
     ATTENTION_BACKENDS["torch_native"]: (
         "forward_decode forward_extend forward_metadata req_to_token_pool token_to_kv_pool"

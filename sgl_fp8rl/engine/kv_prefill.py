@@ -45,10 +45,11 @@ def attend_to_values(
     mine, batch = call.mine, call.forward_batch
     workspace = mine.scales.prefill_workspace
     assert workspace is not None
-    # with the first layer of a batch; or where two batches take turns
-    if mine.layer_index == 0 or workspace.planned is not batch.out_cache_loc:
+    # with the first layer of a batch; or where two batches take turns. Within prefill graphs SGLang
+    # cuts out_cache_loc anew for each layer, so it cannot tell batches apart
+    if mine.layer_index == 0 or workspace.planned is not batch.seq_lens_cpu:
         lengths = batch.seq_lens_cpu.tolist()
-        workspace.plan(batch.out_cache_loc, batch.extend_seq_lens_cpu, lengths, table_BP, page_size)
+        workspace.plan(batch.seq_lens_cpu, batch.extend_seq_lens_cpu, lengths, table_BP, page_size)
     q_NQD = mine.query(call.q_NQD).to(workspace.k_WD.dtype)
     return call.flat(attend(q_NQD, mine.codes(call.caches), workspace, kernel))
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
+from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.hooks import wrap_attention, wrap_plans
 from sgl_fp8rl.engine.start_log import log_start
@@ -14,9 +15,9 @@ from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.quantized import Heads, QuantizedKV, layer_kv
 from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.kv_cache.token_scales import SCALE_BYTES, TokenScales
-from sgl_fp8rl.ops.paged_prefill import WORKSPACE_BYTES
 from sgl_fp8rl.ops.paged_prefill import Workspace as PrefillWorkspace
 from sgl_fp8rl.options import current_options
+from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 
 
 def attach_kv_scales(
@@ -44,6 +45,7 @@ def attach_kv_scales(
         if (
             layer.attn_type != compat.AttentionType.DECODER
             or layer.is_cross_attention
+            or layer.use_irope
             or layer.qk_head_dim != layer.v_head_dim
         ):
             raise ValueError(
@@ -126,13 +128,14 @@ def with_token_scales(original: Any, configurator: Any, kvc: Any, layers: int) -
 
 def less_workspace(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> int:
     """AROUND ``KVCacheConfigurator._profile_available_bytes``: the KV cache leaves memory to the
-    workspace of prefill where that may serve."""
+    workspace of prefill."""
     size = int(original(configurator, *args, **kwargs))
     is_mine = configurator.model_config.quantization == NAME
     if not is_mine or compat.get_model_args().kv_cache_dtype != backends.FP8_KV:
         return size
-    serves = backends.FA3 in backends.scaled_backends(backends.capability())["prefill"]
-    return size - WORKSPACE_BYTES if serves else size
+    settings = resolved(configurator.server_args)
+    prefill = settings.prefill_attention_backend or settings.attention_backend
+    return size - WORKSPACE_BYTES if prefill == backends.FA3 else size
 
 
 def _prepare_prefill(runner: Any, scales: QuantizedKV) -> None:
@@ -148,6 +151,7 @@ def _prepare_prefill(runner: Any, scales: QuantizedKV) -> None:
         runner.req_to_token_pool.req_to_token.shape[1] + runner.page_size,
         scales.value_dtype,
         scales.statistics.device,
+        WORKSPACE_BYTES,
     )
 
 

@@ -8,6 +8,8 @@ import torch
 
 from sgl_fp8rl.ops.paged_decode import Codes
 
+FP16_MAX = 65504.0
+
 
 def dequantize_pages(
     codes: Codes,
@@ -21,8 +23,9 @@ def dequantize_pages(
     Codes times their scales in FP32, rounded once. Exact in FP16 for INT8, in BF16 for E4M3 where
     scales are powers of two.
 
-    A NaN of V becomes 0: attention multiplies a token that it masks by 0, and so one request would
-    make NaN of another. Over INT8 its K becomes NaN, and with it the scores of its own request.
+    A V that is NaN, or over INT8 beyond FP16, becomes 0: attention multiplies a token that it masks
+    by 0, and so a request, or memory that nobody has written yet, would make NaN of another's. Over
+    INT8 its K becomes NaN where V's scale is, and with it the scores of its own request.
 
     Args:
         codes: of a layer's cache, heads contiguous.
@@ -40,6 +43,7 @@ def dequantize_pages(
     k_THD, v_THD = codes.values(slots_T)
     if codes.token_scales_HS is not None:
         k_THD = k_THD.masked_fill(v_THD.isnan().any(-1, keepdim=True), torch.nan)
+        v_THD = v_THD.masked_fill(v_THD.abs() > FP16_MAX, 0)
     k_WHD[: len(slots_T)] = k_THD
     v_WHD[: len(slots_T)] = v_THD.nan_to_num(0)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sgl_fp8rl.ops.kv_int8_triton import halves
-from sgl_fp8rl.ops.kv_pages import check_pages
+from sgl_fp8rl.ops.kv_pages import FP16_MAX, check_pages
 from sgl_fp8rl.ops.kv_triton import rows_of
 from sgl_fp8rl.ops.paged_decode import Codes
 
@@ -54,6 +54,9 @@ def dequantize_pages(
             )
 
 
+_FP16_MAX = tl.constexpr(FP16_MAX)
+
+
 @triton.jit
 def _dequantize_side(
     memory: tl.tuple,
@@ -89,6 +92,8 @@ def _dequantize_side(
     values = tl.load(source, mask=box, other=0.0).to(tl.float32) * scale[:, None]
     if IS_V:
         values = tl.where(values == values, values, 0.0)
+        if INT8:
+            values = tl.where(tl.abs(values) <= _FP16_MAX, values, 0.0)
     tl.store(out + (row * D)[:, None] + col, values.to(out.dtype.element_ty), mask=box)
 
 

@@ -13,7 +13,6 @@ import torch
 
 from sgl_fp8rl.ops.paged_decode import Codes, attend_last
 
-WORKSPACE_BYTES = 512 << 20
 REFERENCE_ROWS = 128
 """Query tokens whose scores the reference keeps at once."""
 
@@ -51,7 +50,9 @@ class Workspace:
 
     Args:
         heads: KV heads of a layer.
+        longest: tokens of the longest sequence, in whole pages.
         dtype: FP16 or BF16.
+        size: in bytes.
 
     Raises:
         ValueError: one head of the longest sequence does not fit.
@@ -64,14 +65,15 @@ class Workspace:
         longest: int,
         dtype: torch.dtype,
         device: torch.device,
-        size: int = WORKSPACE_BYTES,
+        size: int,
     ) -> None:
         self.row = size // (2 * dtype.itemsize * dim)
         """Heads of tokens."""
         if longest > self.row:
             raise ValueError(
                 f"a sequence of {longest} tokens does not fit into the workspace of an 8-bit KV "
-                f"cache, which holds {self.row}; start with a smaller --context-length"
+                f"cache, which holds {self.row}; start with a smaller --context-length, or an E4M3 "
+                f"cache with --prefill-attention-backend flashinfer"
             )
         self.heads = heads
         # a kernel reads what its group wrote, and nothing of earlier ones
@@ -96,7 +98,7 @@ class Workspace:
             lengths: its tokens, those of q among them.
             table_BP: int32, contiguous: the pages of each sequence, in order.
         """
-        self.planned, self.groups = batch, []
+        self.planned, self.groups = None, []
         capacity = self.row // self.heads
         pages = [-(-length // page_size) for length in lengths]
         first, row = 0, 0
@@ -110,6 +112,7 @@ class Workspace:
                 _group(row, extends[several], lengths[several], table_BP[several], page_size)
             )
             first, row = last, self.groups[-1].rows.stop
+        self.planned = batch
 
 
 def _group(
@@ -119,20 +122,20 @@ def _group(
     table_BP: torch.Tensor,
     page_size: int,
 ) -> Group:
-    pages = [-(-length // page_size) for length in lengths]
+    counts = [-(-length // page_size) for length in lengths]
     starts_q = list(accumulate(extends, initial=0))
-    starts_k = list(accumulate((count * page_size for count in pages), initial=0))
-    counts_B = torch.tensor(pages)
+    starts_k = list(accumulate((count * page_size for count in counts), initial=0))
+    numbers = torch.tensor([*starts_q, *starts_k, *lengths, *counts], dtype=torch.int32)
+    B, P, device = len(counts), sum(counts), table_BP.device
+    moved = numbers.to(device, non_blocking=True).split([B + 1, B + 1, B, B])
+    on_q, on_k, lengths_k, counts_B = moved
     # of page p of the group: its place in the table
-    first_B = torch.arange(len(pages)) * table_BP.shape[1] - (counts_B.cumsum(0) - counts_B)
-    places_P = first_B.repeat_interleave(counts_B) + torch.arange(sum(pages))
-    numbers = torch.tensor([*starts_q, *starts_k, *lengths], dtype=torch.int32)
-    moved = [x.to(table_BP.device, non_blocking=True) for x in (places_P, numbers)]
-    B = len(pages)
-    on_q, on_k, lengths_k = moved[1].split([B + 1, B + 1, B])
+    first_B = torch.arange(B, device=device) * table_BP.shape[1] - (counts_B.cumsum(0) - counts_B)
+    first_P = first_B.repeat_interleave(counts_B, output_size=P)
+    places_P = first_P + torch.arange(P, device=device)
     return Group(
         slice(row, row + starts_q[-1]),
-        table_BP.flatten()[moved[0]],
+        table_BP.flatten()[places_P],
         page_size,
         on_q,
         on_k,
@@ -158,10 +161,13 @@ def attend(q_NQD: torch.Tensor, codes: Codes, workspace: Workspace, kernel: Kern
     else:
         from sgl_fp8rl.ops.kv_pages import dequantize_pages
     out_NQD = torch.empty(q_NQD.shape, dtype=q_NQD.dtype, device=q_NQD.device)
-    if (last := workspace.groups[-1].rows.stop) < N:
+    last = workspace.groups[-1].rows.stop if workspace.groups else 0
+    if last < N:
         out_NQD[last:] = 0
     for group in workspace.groups:
         tokens = len(group.pages_P) * group.page_size
+        if not tokens:
+            continue
         q, out = q_NQD[group.rows], out_NQD[group.rows]
         step = min(heads, max(1, workspace.row // tokens))
         for first in range(0, heads, step):

@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 from sgl_fp8rl.plan.measured import figures
-from sgl_fp8rl.plan.shape import Shape
+from sgl_fp8rl.plan.shape import BF16, Shape
 from sgl_fp8rl.plan.speed import Arm
+from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 
 MIB, GIB = 1 << 20, 1 << 30
 MOST_IN_GRAPH = 1024
@@ -69,5 +70,7 @@ def kv_tokens(
         fraction: the engine's ``mem_fraction_static``.
     """
     static = fraction * (gpu.idle_bytes - reserved_bytes) - gpu.engine_bytes
+    if arm.stack == "ours" and arm.kv_cache != BF16:
+        static -= WORKSPACE_BYTES
     held = shape.weight_bytes(arm.fp8) / tp
     return int((static - held) / shape.kv_token_bytes(arm.kv_cache, tp))

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import trainer_bridge
-from sgl_fp8rl.ops.paged_prefill import WORKSPACE_BYTES
 from sgl_fp8rl.ops.reference import FP8_MAX
+from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 from tests.engine.harness import EngineProcess, Server
 from tests.gpu import engines
 from tests.gpu.engines import (

@@ -12,7 +12,8 @@ from benchmarks.kv import attention_inputs as inputs_of
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv import prefill as benchmark
 from sgl_fp8rl.engine.kv_prefill import fa3
-from sgl_fp8rl.ops.paged_prefill import WORKSPACE_BYTES, Workspace, attend
+from sgl_fp8rl.ops.paged_prefill import Workspace, attend
+from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 from tests.attention_oracle import Case, Step, draw, errors, exact, with_powers_of_two
 
 ERROR, BIAS = 5e-3, 1e-3
@@ -85,7 +86,7 @@ def test_a_nan_of_one_sequence_reaches_no_other(int8: bool) -> None:
     """Neither in its batch nor where its memory is used again. FA3 makes 0 of its own outputs."""
     case = Case((9000, 30, 700), queries=4, int8=int8)
     step = with_powers_of_two(draw(case, "cuda"))
-    workspace = Workspace(8, 128, 9064, step.q_NQD.dtype, DEVICE)
+    workspace = Workspace(8, 128, 9064, step.q_NQD.dtype, DEVICE, WORKSPACE_BYTES)
     pages = step.pages
 
     def run(first: int) -> torch.Tensor:

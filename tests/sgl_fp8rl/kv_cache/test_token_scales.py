@@ -18,6 +18,7 @@ from sgl_fp8rl.engine.kv_setup import attach
 from sgl_fp8rl.kv_cache.quantized import Heads
 from sgl_fp8rl.kv_cache.token_scales import SCALE_BYTES, TokenScales
 from sgl_fp8rl.ops.paged_prefill import Workspace
+from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 
 HEADS, GROUP, DIM, SLOTS, LENGTHS, SEEN = 2, 2, 64, 64, (20, 9), (4, 0)
 ERROR = 0.02
@@ -37,7 +38,7 @@ class World:
         )
         self.scales.allocate(pool.get_key_buffer(0).shape[0])
         self.scales.prefill_workspace = Workspace(
-            HEADS, DIM, SLOTS, torch.float16, torch.device("cpu")
+            HEADS, DIM, SLOTS, torch.float16, torch.device("cpu"), 1 << 20
         )
         requests = ReqToTokenPool(2, SLOTS, "cpu", False)
         backend: Any = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
@@ -57,10 +58,14 @@ class World:
 
     def run(self, hook: Any, first: tuple[int, ...], last: tuple[int, ...]) -> list[torch.Tensor]:
         """Tokens from ``first`` up to ``last`` of each sequence."""
+        return self.attend(hook, self.batch(first, last, hook is folded_decode), first, last)
+
+    def batch(
+        self, first: tuple[int, ...], last: tuple[int, ...], is_decode: bool = False
+    ) -> SimpleNamespace:
         parts = [slice(a, b) for a, b in zip(first, last, strict=True)]
         counts = [b - a for a, b in zip(first, last, strict=True)]
-        is_decode = hook is folded_decode
-        batch = SimpleNamespace(
+        return SimpleNamespace(
             forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
             out_cache_loc=torch.cat([s[part] for s, part in zip(self.slots, parts, strict=True)]),
             req_pool_indices=torch.arange(2),
@@ -68,6 +73,12 @@ class World:
             seq_lens_cpu=torch.tensor(last),
             extend_seq_lens_cpu=None if is_decode else counts,
         )
+
+    def attend(
+        self, hook: Any, batch: Any, first: tuple[int, ...], last: tuple[int, ...]
+    ) -> list[torch.Tensor]:
+        parts = [slice(a, b) for a, b in zip(first, last, strict=True)]
+        counts = [b - a for a, b in zip(first, last, strict=True)]
         q, k, v = (
             torch.cat([each[part] for each, part in zip(x, parts, strict=True)]).flatten(1)
             for x in (self.q, self.k, self.v)
@@ -127,3 +138,51 @@ def test_sglang_counts_the_scales_of_a_token(
         lambda *_: 1000, None, SimpleNamespace(model_config=config), 3
     )
     assert found == 1000 + more
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kv_cache_dtype", "prefill", "less"),
+    [
+        ("fp8rl", "fp8_e4m3", "fa3", WORKSPACE_BYTES),
+        ("fp8rl", "fp8_e4m3", "flashinfer", 0),
+        ("fp8rl", "auto", "fa3", 0),
+        ("fp8", "fp8_e4m3", "fa3", 0),
+    ],
+)
+def test_the_cache_leaves_memory_to_prefill(
+    quantization: str,
+    kv_cache_dtype: str,
+    prefill: str,
+    less: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = SimpleNamespace(kv_cache_dtype=kv_cache_dtype)
+    monkeypatch.setattr(kv_setup.compat, "get_model_args", lambda: model)
+    monkeypatch.setattr(kv_setup, "resolved", lambda settings: settings)
+    settings = SimpleNamespace(prefill_attention_backend=prefill, attention_backend=None)
+    configurator = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=quantization), server_args=settings
+    )
+    found = kv_setup.less_workspace(lambda *_: 1 << 33, configurator, 1)
+    assert found == (1 << 33) - less
+
+
+def test_a_batch_is_planned_once_where_sglang_cuts_its_slots_for_each_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As within prefill graphs: ``out_cache_loc`` is another tensor in each layer."""
+    world = World()
+    workspace = world.scales.prefill_workspace
+    assert workspace is not None
+    plans: list[Any] = []
+    plan = workspace.plan
+    monkeypatch.setattr(workspace, "plan", lambda *given: plans.append(given) or plan(*given))
+    world.layer.fp8rl_layer.layer_index = 1  # not the first of the model
+    world.scales.by_token = world.scales.by_token.repeat(2, 1, 1)
+    batch = world.batch((0, 0), SEEN)
+    for _ in "several layers":
+        batch.out_cache_loc = batch.out_cache_loc[:]
+        world.attend(folded_extend, batch, (0, 0), SEEN)
+    assert len(plans) == 1
+    world.run(folded_extend, SEEN, LENGTHS)
+    assert len(plans) == 2

@@ -125,3 +125,12 @@ def test_a_nan_of_one_sequence_reaches_no_other(int8: bool) -> None:
     written = len(workspace.groups[0].pages_P) * 16 * case.heads
     read = workspace.v_WD[:written]
     assert bool(read.isfinite().all()), "a kernel multiplies what it masks by 0"
+
+
+def test_no_sequence_is_no_output() -> None:
+    case = Case((20,), heads=2, dim=16, queries=4, page=16)
+    step = draw(case, "cpu")
+    workspace = Workspace(2, 16, 64, torch.bfloat16, CPU, 1 << 16)
+    for extends, lengths in (((), ()), ((0,), (0,))):
+        workspace.plan(step.pages.lengths_B, extends, lengths, step.pages.table_BP, 16)
+        assert not attend(step.q_NQD, step.codes, workspace, reference(step.scale)).any()
