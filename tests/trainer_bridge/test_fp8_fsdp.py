@@ -245,7 +245,7 @@ def not_resharded(rank: int, folder: Path) -> None:
     other = FakeEngine(model, kv_cache=INT8_CACHE) if rank == 0 else None
     if engine is not None:
         engine.sums = sums_of(model)
-        engine.kv = {"pending": False, "scales": [[[0.3, 0.3], [0.2, 0.2], [1.0, 1.0]]] * 2}
+        engine.kv = {"pending": False, "scales": [[[0.3, 0.3], [0.2, 0.2]]] * 2}
     fp8 = fp8_forward(model, engine)
     sharded(model, reshard_after_forward=False)
     with torch.no_grad():
