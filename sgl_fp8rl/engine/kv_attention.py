@@ -13,10 +13,11 @@ import torch
 
 from sgl_fp8rl.engine.kv_call import Call, Hook, for_scaled_layers
 from sgl_fp8rl.engine.kv_decode import fused_forward, mark
-from sgl_fp8rl.engine.kv_prefill import attend_to_values, fa3_extend, plain_torch
+from sgl_fp8rl.engine.kv_prefill import attend_to_values, fa3_extend
 from sgl_fp8rl.kv_cache.backends import FA3, TRTLLM_MHA
 from sgl_fp8rl.kv_cache.scales import ScaledLayer
 from sgl_fp8rl.ops.paged_decode import Pages, attend
+from sgl_fp8rl.ops.paged_prefill import reference
 
 
 @for_scaled_layers
@@ -46,7 +47,7 @@ def folded_extend(call: Call) -> torch.Tensor:
     codes = call.store_prefill(read_back=ragged)
     if isinstance(call.mine, ScaledLayer):
         return _folded(call, *(codes or (call.k, call.v)))
-    return attend_to_values(call, _slots(call), 1, plain_torch(call))
+    return attend_to_values(call, _slots(call), 1, reference(*call.scores))
 
 
 def _folded(call: Call, k: Any, v: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.kv_call import Call, for_scaled_layers
-from sgl_fp8rl.ops.paged_prefill import Group, Kernel, attend, reference
+from sgl_fp8rl.ops.paged_prefill import Group, Kernel, attend
 
 
 @for_scaled_layers
@@ -52,11 +52,6 @@ def attend_to_values(
         workspace.plan(batch.seq_lens_cpu, batch.extend_seq_lens_cpu, lengths, table_BP, page_size)
     q_NQD = mine.query(call.q_NQD).to(workspace.k_WD.dtype)
     return call.flat(attend(q_NQD, mine.codes(call.caches), workspace, kernel))
-
-
-def plain_torch(call: Call) -> Kernel:
-    """The reference, for a CPU."""
-    return reference(*call.scores)
 
 
 def fa3(

@@ -21,7 +21,7 @@ LEAST_SCALE, LARGEST_SCALE = 2.0**-20, 2.0**9
 """Between them the product of a code and a scale is a value of FP16."""
 LARGEST_BLOCK = 256
 """Channels that are rotated together, at most."""
-_FP16_MAX = 65504.0
+FP16_MAX = 65504.0
 
 
 def block_of(dim: int) -> int:
@@ -53,7 +53,7 @@ def rotate_queries(q_THD: torch.Tensor) -> torch.Tensor:
 
     FP16: BF16 would add a quarter of the error of the codes of K.
     """
-    return rotate(q_THD).clamp(-_FP16_MAX, _FP16_MAX).half()  # NaN passes
+    return rotate(q_THD).clamp(-FP16_MAX, FP16_MAX).half()  # NaN passes
 
 
 def token_codes(x_THD: torch.Tensor, rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:

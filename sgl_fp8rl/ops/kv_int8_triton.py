@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sgl_fp8rl.ops.kv_int8 import (
+    FP16_MAX,
     LARGEST_CODE,
     LARGEST_SCALE,
     LEAST_SCALE,
@@ -118,7 +119,7 @@ _LARGEST = tl.constexpr(LARGEST_CODE * LARGEST_SCALE)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
 _FRACTION = tl.constexpr(0xFFFFF)  # the bits of a scale after its first four
-_FP16_MAX = tl.constexpr(65504.0)
+_FP16_MAX = tl.constexpr(FP16_MAX)
 _ROUNDER = tl.constexpr(1.5 * 2**23)  # a sum with it is whole, and ends with the bits of an integer
 
 

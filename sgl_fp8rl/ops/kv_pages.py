@@ -6,9 +6,8 @@ Shape suffixes: P pages, W tokens of the workspace, H KV heads of this rank, D h
 
 import torch
 
+from sgl_fp8rl.ops.kv_int8 import FP16_MAX
 from sgl_fp8rl.ops.paged_decode import Codes
-
-FP16_MAX = 65504.0
 
 
 def dequantize_pages(

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_fp8rl.ops.kv_int8_triton import halves
-from sgl_fp8rl.ops.kv_pages import FP16_MAX, check_pages
+from sgl_fp8rl.ops.kv_int8_triton import _FP16_MAX, halves
+from sgl_fp8rl.ops.kv_pages import check_pages
 from sgl_fp8rl.ops.kv_triton import rows_of
 from sgl_fp8rl.ops.paged_decode import Codes
 
@@ -52,9 +52,6 @@ def dequantize_pages(
                 ROWS=rows,
                 num_warps=4,
             )
-
-
-_FP16_MAX = tl.constexpr(FP16_MAX)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ tokens of the workspace, T tokens of a sequence, D head dim.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -108,9 +108,8 @@ class Workspace:
                 held += pages[last]
                 last += 1
             several = slice(first, last)
-            self.groups.append(
-                _group(row, extends[several], lengths[several], table_BP[several], page_size)
-            )
+            mine = extends[several], lengths[several], pages[several]
+            self.groups.append(_group(row, *mine, table_BP[several], page_size))
             first, row = last, self.groups[-1].rows.stop
         self.planned = batch
 
@@ -119,10 +118,11 @@ def _group(
     row: int,
     extends: Sequence[int],
     lengths: Sequence[int],
+    counts: Sequence[int],
     table_BP: torch.Tensor,
     page_size: int,
 ) -> Group:
-    counts = [-(-length // page_size) for length in lengths]
+    """``counts``: pages of each sequence."""
     starts_q = list(accumulate(extends, initial=0))
     starts_k = list(accumulate((count * page_size for count in counts), initial=0))
     numbers = torch.tensor([*starts_q, *starts_k, *lengths, *counts], dtype=torch.int32)
@@ -201,7 +201,7 @@ def reference(
         out_NQD: torch.Tensor,
     ) -> None:
         kind = scale, window, logit_cap, None if sinks_Q is None else sinks_Q[heads]
-        bounds = zip(group.starts_q.tolist(), group.starts_q.tolist()[1:], strict=False)
+        bounds = pairwise(group.starts_q.tolist())
         places = zip(group.starts_k.tolist(), group.lengths_k.tolist(), strict=False)
         for (row, stop), (start, length) in zip(bounds, places, strict=True):
             for first in range(row, stop, REFERENCE_ROWS):
