@@ -80,10 +80,10 @@ def gathered_buckets(module: nn.Module, bucket_bytes: int) -> Iterator[tuple[wei
     while remaining:
         name, parameter = remaining.pop(0)
         whole = [Replicate()] * parameter.device_mesh.ndim
+        gathered = parameter.redistribute(placements=whole, async_op=True).to_local()
         # the gathers of a bucket are queued, and waited for together; not those of gloo, in whose
         # threads they corrupted the heap in 2 of 18 runs on a busy machine (torch 2.11)
-        gathered = parameter.redistribute(placements=whole, async_op=parameter.is_cuda).to_local()
-        pending.append((name, gathered))
+        pending.append((name, gathered if parameter.is_cuda else _waited_for(gathered)))
         if not remaining or stock_push.sum_bytes(pending) >= bucket_bytes:
             complete = [(name, _waited_for(tensor)) for name, tensor in pending]
             bucket = [
