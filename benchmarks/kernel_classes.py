@@ -12,12 +12,12 @@ CLASSES = tuple(
         (
             "scheduling",
             r"prepare_varlen|kv_indices|graph_metadata|alloc_(decode|extend)|req_to_token|last_loc"
-            r"|(compute|clamp)_position|cumsum|DeviceScan|CUDAFunctorOnSelf_add<(int|long)>",
+            r"|(compute|clamp)_position|cumsum|DeviceScan|CUDAFunctorOnSelf_add<(int|long)>|^plan$",
         ),
         (
             ATTENTION,
             r"kernel_mha|xqa|(Prefill|Decode)With|MergeState|flash_?(fwd|attn)|flash::"
-            r"|_fwd_(grouped_)?kernel",
+            r"|_fwd_(grouped_)?kernel|^decode$|^merge_splits$",
         ),
         (QK_NORM, r"qk_?norm|qk_?rmsnorm|rope|rotary|_some_heads"),
         ("KV scales", r"_scale_heads"),

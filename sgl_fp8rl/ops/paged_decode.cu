@@ -2,9 +2,10 @@
 // Memory bounds it: bytes are read once, and about a third of the issue slots convert and multiply.
 //
 // Work is cut by context alone, where its plan fits the workspace: a split is SPLIT tokens of a sequence, counted from
-// its start, and an item is a split of one KV head. A block takes every gridDim.x-th item. Its four warps take the tiles of an item in turn, keep their
-// own softmax and copy ahead, over the borders of items; a fifth warp merges the four. merge_splits merges splits in
-// their order. So an output depends on no other sequence of the batch.
+// its start, and an item is a split of one KV head. A block takes every gridDim.x-th item, and the longest items come
+// first. Its four warps take the tiles of an item in turn, keep their own softmax and copy ahead, over the borders of
+// items; then each merges a part of the four. merge_splits merges splits in their order. So an output depends on no other
+// sequence of the batch.
 //
 // BLOCKED, where registers cannot hold all columns, an item is also of BLOCK_COLUMNS of them. Items of the same codes are
 // side by side, so other blocks take them at the same time, and L2 has the codes.
@@ -15,7 +16,7 @@
 // lane's words are contiguous in memory.
 //
 // paged_decode_cuda.py compiles it with D (head size), COLUMN_TILES (columns of an item / 8), INT8, CAPPED and BLOCKED (0
-// or 1), TILE (tokens that a warp takes at once), STAGES (tiles that it holds), SPLIT, WARPS and BLOCKS_OF_SM.
+// or 1), TILE (tokens that a warp takes at once), STAGES (tiles that it holds), BUFFERS (of the warps' sums), SPLIT and WARPS.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -61,10 +62,13 @@ struct Parameters {
    sinks, sink_bytes}
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-template <int BYTES> __device__ __forceinline__ void copy_async(u32 to, const void *from, bool on) {
-  const int size = on ? BYTES : 0;  // the rest becomes 0
-  if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size));
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size));
+// Codes are read once a layer, so L2 may drop them first. Without `on` a place becomes 0.
+__device__ __forceinline__ u64 read_once() { u64 r; asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r)); return r; }
+__device__ __forceinline__ void copy_16(u32 to, const void *from, bool on, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(on ? 16 : 0), "l"(policy));
+}
+__device__ __forceinline__ void copy_4(u32 to, const void *from, bool on) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(on ? 4 : 0));
 }
 __device__ __forceinline__ u32 permuted(u32 a, u32 b, u32 selector) {
   u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector)); return r;
@@ -158,50 +162,43 @@ struct Sum {
 __device__ __forceinline__ int blocks_of(int columns) { return BLOCKED ? (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS : 1; }
 __device__ __forceinline__ int width_of(int columns) { return BLOCKED ? min(columns, BLOCK_COLUMNS) : columns; }
 
-// The fifth warp. Its fences would wait for the other warps' copies, so merge_splits is a kernel of its own.
-__device__ __forceinline__ void merge_warps(const Parameters &a, int items, int columns, const float *buffers, int buffer, u64 *full, u64 *empty) {
-  const int lane = threadIdx.x % 32, blocks = blocks_of(columns), width = width_of(columns);
-  int turn = 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
-    const int codes = item / blocks, split = codes / a.heads, head = codes % a.heads, begin = item % blocks * BLOCK_COLUMNS;
-    const int4 work = __ldg(a.work + split);
-    const float *sums = buffers + (turn & 1) * buffer; const float2 *stats = (const float2 *)(sums + WARPS * width * SUM_ROW);
-    const i64 row = (i64)codes * columns + begin;
-    wait(&full[turn & 1], turn >> 1 & 1);
-    for (int at = lane; at < min(width, columns - begin) * QUADS; at += 32) {
-      const int column = at / QUADS, dim = at % QUADS * 4;
-      Sum s;
+// Merges the warps' sums of an item. Whether a sequence has more splits is known, so what they write goes to merge_splits:
+// a fence here would wait for the copies that run ahead.
+__device__ __forceinline__ void merge_warps(const Parameters &a, int item, int4 found, int columns, const float *sums) {
+  const float2 *stats = (const float2 *)(sums + WARPS * width_of(columns) * SUM_ROW);
+  const int blocks = blocks_of(columns), width = width_of(columns), head = item / blocks % a.heads, begin = item % blocks * BLOCK_COLUMNS;
+  const i64 row = ((i64)(__ldg(a.first + found.x) + found.y) * a.heads + head) * columns + begin;
+  for (int at = threadIdx.x; at < min(width, columns - begin) * QUADS; at += WARPS * 32) {
+    const int column = at / QUADS, dim = at % QUADS * 4;
+    Sum s;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) s.top = fmaxf(s.top, stats[w * width + column].x);
+    for (int w = 0; w < WARPS; w++) s.top = fmaxf(s.top, stats[w * width + column].x);
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) s.add(stats[w * width + column], *(const float4 *)(sums + (w * width + column) * SUM_ROW + dim));
-      if (work.w == 1) s.write(a, work.x, head, begin + column, dim, s.top);
-      else { *(float4 *)(a.split_sums + (row + column) * D + dim) = s.o; if (dim == 0) a.split_stats[row + column] = make_float2(s.top, s.p); }
-    }
-    __syncwarp();
-    if (lane == 0) arrive(&empty[turn & 1]);
+    for (int w = 0; w < WARPS; w++) s.add(stats[w * width + column], *(const float4 *)(sums + (w * width + column) * SUM_ROW + dim));
+    if (found.w == 1) s.write(a, found.x, head, begin + column, dim, s.top);
+    else { *(float4 *)(a.split_sums + (row + column) * D + dim) = s.o; if (dim == 0) a.split_stats[row + column] = make_float2(s.top, s.p); }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) decode(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
   const Parameters a = GIVEN;
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ u64 full[2], empty[2];
+  __shared__ u64 full[BUFFERS], empty[BUFFERS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int columns = group * queries, blocks = blocks_of(columns), width = width_of(columns);
   const int items = first[sequences] * heads * blocks, split_tokens = first[sequences + 1];
-  float *buffers = (float *)(memory + WARPS * STAGES * STAGE_BYTES);  // two of: sums of each warp and column, then their statistics
+  float *buffers = (float *)(memory + WARPS * STAGES * STAGE_BYTES);  // each: sums of warps and columns, then their statistics
   const int buffer = WARPS * width * (SUM_ROW + 2);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; i++) { init_barrier(&full[i], WARPS); init_barrier(&empty[i], 1); }
+    for (int i = 0; i < BUFFERS; i++) { init_barrier(&full[i], WARPS); init_barrier(&empty[i], WARPS); }
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   __syncthreads();
   asm volatile("griddepcontrol.launch_dependents;");  // merge_splits starts, and waits
-  if (warp == WARPS) { merge_warps(a, items, columns, buffers, buffer, full, empty); return; }
 
   // The copies run ahead: the tile that is copied next, with the slot of each lane's token.
   unsigned char *stages = memory + warp * STAGES * STAGE_BYTES;
+  const u64 policy = read_once();
   const auto work_of = [&](int item) { return item < items ? __ldg(work + item / blocks / heads) : make_int4(0, 0, 0, 0); };
   int copied = blockIdx.x, copied_token = 0, copied_end = 0, slot = 0, into = 0;
   int4 next_work = work_of(copied);
@@ -233,10 +230,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
       for (int i = 0; i < TILE * CHUNKS / 32; i++) {  // lanes side by side copy a row: L2 wants whole lines
         const int at = i * 32 + lane, row = at / CHUNKS, byte = at % CHUNKS * 16;
         const i64 from = __shfl_sync(~0u, slot, row) * slot_stride + head * D + byte;
-        copy_async<16>(to + k_place(row, byte), k + from, row < left);
-        copy_async<16>(to + K_BYTES + v_place(row, byte), v + from, row < left);
+        copy_16(to + k_place(row, byte), k + from, row < left, policy);
+        copy_16(to + K_BYTES + v_place(row, byte), v + from, row < left, policy);
       }
-      if (INT8 && lane < TILE) copy_async<4>(to + CODE_BYTES + lane * 4, token_scales + head * token_scales_stride + slot, lane < left);
+      if (INT8 && lane < TILE) copy_4(to + CODE_BYTES + lane * 4, token_scales + head * token_scales_stride + slot, lane < left);
       copied_token += WARPS * TILE;
       if (copied_token < copied_end) find_slot(); else { copied += gridDim.x; open_item(); }
     }
@@ -259,10 +256,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
       for (int w = 0; w < KW; w++) raw_q[c][w] = on ? __ldg((const uint2 *)(row + dim_of<KW, 4>(w, t))) : make_uint2(0, 0);
     }
   };
-  int stage = 0, turn = 0;
+  const auto merge = [&](int item, int turn) {
+    const int b = turn % BUFFERS;
+    wait(&full[b], turn / BUFFERS & 1);
+    merge_warps(a, item, work_of(item), columns, buffers + b * buffer);
+    __syncwarp();
+    if (lane == 0) arrive(&empty[b]);
+  };
+  int stage = 0, turn = 0, item = blockIdx.x;
   int4 found = work_of(blockIdx.x), ahead;
   if (PREFETCH_Q) read_q(blockIdx.x, found);
-  for (int item = blockIdx.x; item < items; item += gridDim.x, turn++, found = ahead) {
+  for (; item < items; item += gridDim.x, turn++, found = ahead) {
     ahead = work_of(item + gridDim.x);
     if (!PREFETCH_Q) read_q(item, found);
     const int end = end_of(found), seen_by_all = found.z - queries + 1, begin = item % blocks * BLOCK_COLUMNS;
@@ -401,8 +405,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       __syncwarp();  // all have read what the next copy overwrites
     }
-    float *sums = buffers + (turn & 1) * buffer; float2 *stats = (float2 *)(sums + WARPS * width * SUM_ROW);
-    wait(&empty[turn & 1], turn >> 1 & 1 ^ 1);
+    float *sums = buffers + turn % BUFFERS * buffer; float2 *stats = (float2 *)(sums + WARPS * width * SUM_ROW);
+    wait(&empty[turn % BUFFERS], turn / BUFFERS & 1 ^ 1);
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++)
 #pragma unroll
@@ -418,11 +422,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, BLOCKS_OF_SM) deco
           *(float4 *)(sums + row * SUM_ROW + dim_of<VW, 8>(w, g)) = make_float4(o[c][2 * w][i], o[c][2 * w][2 + i], o[c][2 * w + 1][i], o[c][2 * w + 1][2 + i]);
       }
     __syncwarp();
-    if (lane == 0) arrive(&full[turn & 1]);
+    if (lane == 0) arrive(&full[turn % BUFFERS]);
+    if (BUFFERS == 1) merge(item, turn);
+    else if (turn) merge(item - gridDim.x, turn - 1);  // all warps have ended it long ago
   }
+  if (BUFFERS == 2 && turn) merge(item - gridDim.x, turn - 1);
 }
 
-constexpr int MERGE_WARPS = 8;
+constexpr int MERGE_WARPS = 4;
 // Merges the splits of sequences that have several. A block takes a sequence, a KV head and a column at a time; its
 // warps take splits in turn.
 extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32) merge_splits(PARAMETERS) {
@@ -430,10 +437,11 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32) merge_splits(PARA
   __shared__ float4 sums[MERGE_WARPS][QUADS]; __shared__ float totals[MERGE_WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = group * queries;
   constexpr int EACH = (QUADS + 31) / 32;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const auto wait_for_decode = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
   for (int at = blockIdx.x; at < sequences * heads * columns; at += gridDim.x) {
     const int sequence = at / (heads * columns), rest = at % (heads * columns), start = first[sequence], splits = first[sequence + 1] - start;
     if (splits <= 1) continue;
+    wait_for_decode();  // plan ended before it began
     const i64 row = (i64)start * heads * columns + rest, step = (i64)heads * columns;
     Sum s[EACH];
     float top = LOWEST;
@@ -442,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32) merge_splits(PARA
     for (int lanes = 1; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
 #pragma unroll
     for (int e = 0; e < EACH; e++) s[e].top = top;
-#pragma unroll 8
+#pragma unroll 16
     for (int x = warp; x < splits; x += MERGE_WARPS) {
       const float2 stats = split_stats[row + x * step];
 #pragma unroll
@@ -462,13 +470,15 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32) merge_splits(PARA
     }
     __syncthreads();
   }
+  if (blockIdx.x == 0) wait_for_decode();  // what comes next waits for this kernel alone
 }
 
-// The work of a step: work is (sequence, split, length, splits) of each split, the splits of a sequence side by side;
-// first is the index of each sequence's first split, then their number, then the tokens of a split: SPLIT, or more
-// where `capacity` splits would not do, as when many sequences share a prefix. One block of 1024 threads.
+// The work of a step: work is (sequence, split, length, splits) of each split, the longest first, since blocks take equal
+// numbers; first is the index of each sequence's first split in split_sums, then their number, then the tokens of a
+// split: SPLIT, or more where `capacity` splits would not do, as when many sequences share a prefix. One block of 1024.
+constexpr int SIZES = 32;  // of splits: 0 is whole
 extern "C" __global__ void __launch_bounds__(1024) plan(const int *lengths, int sequences, int capacity, int4 *work, int *first) {
-  __shared__ int sums[32];
+  __shared__ int sums[32], next[SIZES];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int tokens = SPLIT;
   for (;; tokens *= 2) {
@@ -480,6 +490,21 @@ extern "C" __global__ void __launch_bounds__(1024) plan(const int *lengths, int 
     const int all = __reduce_add_sync(~0u, sums[lane]);
     __syncthreads();
     if (all <= capacity) break;
+  }
+  const auto size_of = [&](int rest) { return SIZES - 1 - rest / (tokens / (SIZES - 1) + 1); };  // 1 to SIZES - 1
+  if (threadIdx.x < SIZES) next[threadIdx.x] = 0;
+  __syncthreads();
+  for (int at = threadIdx.x; at < sequences; at += 1024) {
+    const int whole = lengths[at] / tokens, rest = lengths[at] % tokens;
+    if (whole) atomicAdd(&next[0], whole);
+    if (rest) atomicAdd(&next[size_of(rest)], 1);
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const int mine = next[lane];
+    int end = mine;
+    for (int d = 1; d < 32; d *= 2) { const int y = __shfl_up_sync(~0u, end, d); if (lane >= d) end += y; }
+    next[lane] = end - mine;
   }
   int base = 0;
   for (int begin = 0; begin < sequences; begin += 1024) {
@@ -496,7 +521,9 @@ extern "C" __global__ void __launch_bounds__(1024) plan(const int *lengths, int 
     __syncthreads();
     end += base + (warp ? sums[warp - 1] : 0);
     if (at < sequences) first[at] = end - splits;
-    for (int s = 0; s < splits; s++) work[end - splits + s] = make_int4(at, s, length, splits);
+    const int whole = length / tokens, rest = length % tokens;
+    if (whole) for (int s = 0, to = atomicAdd(&next[0], whole); s < whole; s++) work[to + s] = make_int4(at, s, length, splits);
+    if (rest) work[atomicAdd(&next[size_of(rest)], 1)] = make_int4(at, whole, length, splits);
     base += sums[31];
     __syncthreads();
   }

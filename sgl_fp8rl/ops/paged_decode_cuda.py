@@ -23,10 +23,10 @@ _COLUMNS_OF_TILE = 8
 _WHOLE_TILES = 2
 """Up to so many tiles of columns a block takes all; of more it takes some, and the codes again."""
 _BLOCK_TILES = {64: 4, 96: 3, 128: 2, 192: 1, 256: 1}
-"""How many, by head dim, at most: what fits in the registers of one block an SM."""
-_WARPS, _BLOCKS_OF_SM = 4, 2
-_MERGE_BLOCKS_OF_SM, _MERGE_THREADS, _PLAN_THREADS = 4, 256, 1024
-_THREADS = 32 * (_WARPS + 1)
+"""How many, by head dim, at most: what fits in the registers of two blocks an SM."""
+_WARPS = 4
+_MERGE_BLOCKS_OF_SM, _MERGE_THREADS, _PLAN_THREADS = 8, 128, 1024
+_THREADS = 32 * _WARPS
 _STAGE_BYTES = 64 << 10
 """About, of a block: two of them keep 128 KiB of an SM in flight."""
 SOURCE = Path(__file__).with_name("paged_decode.cu")
@@ -184,7 +184,8 @@ def attend(
         sinks_Q,
         np.int32(0 if sinks_Q is None else sinks_Q.element_size()),
     )
-    shared = kernels.stage_bytes + 2 * _WARPS * min(columns, kernels.columns) * (dim + 6) * 4
+    sums = kernels.buffers * _WARPS * min(columns, kernels.columns) * (dim + 6) * 4
+    shared = kernels.stage_bytes + sums
     blocks = kernels.decode.occupancy.max_active_blocks_per_multiprocessor(_THREADS, shared)
     decode = _config(blocks * kernels.sms, _THREADS, shared, follows=False)
     _launch(kernels.decode, decode, *arguments)
@@ -235,6 +236,8 @@ class _Kernels:
     """Shared memory in which a block of ``decode`` keeps codes."""
     columns: int
     """Of an item of work."""
+    buffers: int
+    """Of each warp's sums of an item: one is written while the other is merged."""
 
 
 @cache
@@ -261,7 +264,7 @@ def _kernels(device: torch.device, defined: tuple[tuple[str, str], ...]) -> _Ker
     stage_bytes = of["WARPS"] * of["STAGES"] * of["TILE"] * (2 * of["D"] + 4 * of["INT8"])
     columns = of["COLUMN_TILES"] * _COLUMNS_OF_TILE
     sms = here.properties.multiprocessor_count
-    return _Kernels(decode, merge, plan, sms, stage_bytes, columns)
+    return _Kernels(decode, merge, plan, sms, stage_bytes, columns, of["BUFFERS"])
 
 
 def macros(dim: int, column_tiles: int, is_int8: bool, is_capped: bool) -> list[tuple[str, str]]:
@@ -269,17 +272,18 @@ def macros(dim: int, column_tiles: int, is_int8: bool, is_capped: bool) -> list[
     tile, stages = _tile_and_stages(dim)
     is_blocked = column_tiles > _WHOLE_TILES
     blocks = -(-column_tiles // _BLOCK_TILES[dim]) if is_blocked else 1
+    tiles = -(-column_tiles // blocks)
     values = {
         "D": dim,
-        "COLUMN_TILES": -(-column_tiles // blocks),
+        "COLUMN_TILES": tiles,
         "BLOCKED": int(is_blocked),
         "INT8": int(is_int8),
         "CAPPED": int(is_capped),
         "TILE": tile,
         "STAGES": stages,
+        "BUFFERS": 2 if tiles == 1 else 1,
         "SPLIT": SPLIT,
         "WARPS": _WARPS,
-        "BLOCKS_OF_SM": 1 if is_blocked else _BLOCKS_OF_SM,
     }
     return [(name, str(value)) for name, value in values.items()]
 

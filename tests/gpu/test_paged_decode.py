@@ -134,6 +134,15 @@ def test_the_same_bits_alone(case: Case) -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+def test_no_kernel_spills_registers(dim: int, int8: bool) -> None:
+    """At 256 the one for 16 columns does."""
+    for columns in (8, 16, 32, 128):
+        made = Workspace(1024, 1, 1, columns, dim, torch.device("cuda"), is_int8=int8).kernels
+        assert made.decode.attributes.local_size_bytes == 0
+
+
+@pytest.mark.parametrize("int8", [False, True])
 def test_the_same_bits_in_a_workspace_for_more_columns(int8: bool) -> None:
     for dim in (64, 128):
         step = draw(Case(UNEQUAL, heads=2, dim=dim, int8=int8), "cuda")

@@ -90,7 +90,7 @@ def test_a_block_fits_in_an_sm(dim: int) -> None:
         of = {name: int(value) for name, value in paged_decode_cuda.macros(dim, tiles, True, False)}
         assert of["BLOCKED"] or of["COLUMN_TILES"] == tiles
         codes = of["STAGES"] * of["TILE"] * (2 * dim + 4)
-        sums = 2 * 8 * of["COLUMN_TILES"] * (dim + 6) * 4
+        sums = of["BUFFERS"] * 8 * of["COLUMN_TILES"] * (dim + 6) * 4
         assert of["WARPS"] * (codes + sums) <= 227 * 1024 - 64
 
 
