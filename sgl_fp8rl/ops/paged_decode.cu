@@ -31,6 +31,7 @@ constexpr int SUM_ROW = D + 4;                                  // floats; shift
 constexpr int QUADS = D / 4;
 constexpr int BLOCK_COLUMNS = COLUMN_TILES * 8;
 constexpr bool PREFETCH_Q = COLUMN_TILES * KW <= 12;            // it must fit in registers
+constexpr bool NEXT_HEAD_TOO = COLUMN_TILES == 1 && !INT8;      // L2 reads 256 bytes: faster where memory alone bounds
 #define NONE __int_as_float(0xff800000)                         // minus infinity, a masked score
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;                                // a maximum of nothing
@@ -65,7 +66,9 @@ __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvt
 // Codes are read once a layer, so L2 may drop them first. Without `on` a place becomes 0.
 __device__ __forceinline__ u64 read_once() { u64 r; asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r)); return r; }
 __device__ __forceinline__ void copy_16(u32 to, const void *from, bool on, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(on ? 16 : 0), "l"(policy));
+  const int size = on ? 16 : 0;
+  if constexpr (NEXT_HEAD_TOO) asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(size), "l"(policy));
+  else asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(size), "l"(policy));
 }
 __device__ __forceinline__ void copy_4(u32 to, const void *from, bool on) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(on ? 4 : 0));
