@@ -83,7 +83,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_turns": ("multi_turn.json", headline.turns),
     "headline_update": ("update.json", headline.update),
-    "decode": ("rollout_16_bits.json", beside_stock.right_decode),
+    "decode": ("rollout_decode.json", beside_stock.decode),
     "best_stock": ("rollout.json", beside_stock.both),
     "right_sums": ("rollout_16_bits.json", beside_stock.right),
     "best_stock_moe": ("rollout_moe_restarts.json", beside_stock.both),

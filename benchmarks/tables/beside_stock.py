@@ -40,14 +40,25 @@ RIGHT = "stock-block-fp8"
 """The fastest stock arm whose attention sums in 16 bits."""
 
 
-def right_decode(results: Results) -> str:
-    """Decode steps of engines whose attention sums in 16 bits, and of the fastest stock arm,
-    whatever it sums in."""
-    return joined(_right(results, *DECODE), _source(results))
+def decode(results: Results) -> str:
+    """Decode steps of every arm, BF16 first and ours last."""
+    rows = with_ratio(results["rows"], DECODE[0], is_reference)
+    arms = dict.fromkeys(sorted((row["arm"] for row in rows), key=_place))
+    form: dict[str, Form] = {DECODE[0]: DECODE[1]}
+    faster: dict[str, Form] = {"faster": "{median:.2f}x"}
+    columns = [
+        Column(arm, form if arm == REFERENCE else form | faster, {"arm": arm}) for arm in arms
+    ]
+    return joined(table(rows, ["model", "case"], columns, DECODE[2]), _source(results))
+
+
+def _place(arm: str) -> int:
+    return 0 if arm == REFERENCE else 1 if arm.startswith("stock") else 2
 
 
 def right(results: Results) -> str:
-    """``right_decode``, and prefills."""
+    """Decode steps and prefills of engines whose attention sums in 16 bits, and of the fastest
+    stock arm, whatever it sums in."""
     return joined(*(_right(results, *what) for what in (DECODE, PREFILL)), _source(results))
 
 
