@@ -8,7 +8,7 @@ import torch
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.channel import FP8RLChannelLinearMethod, FP8RLInt8LinearMethod
 from sgl_fp8rl.engine.layer_method import LayerMethod
-from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, CHANNEL_FP8, INT8, mark
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, CHANNEL_FP8, INT8, mark, marked_format
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, pad_storage
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.gemm import dispatch
@@ -169,6 +169,9 @@ def _storage_of(layer: Any) -> dict[str, tuple[Any, ...]]:
     tensors = {n: t for n, t in vars(layer).items() if isinstance(t, torch.Tensor)}
     tensors.update(layer.named_parameters())
     return {
-        name: (t.data_ptr(), t.dtype, t.shape, t.stride(), bool(getattr(t, "format_ue8m0", False)))
+        name: (
+            *(t.data_ptr(), t.dtype, t.shape, t.stride(), bool(getattr(t, "format_ue8m0", False))),
+            marked_format(t),  # lost, the next update would not round scales
+        )
         for name, t in tensors.items()
     }
