@@ -32,6 +32,7 @@ BENCHMARKS = {
     "kv_decode": "benchmarks.kv.decode:BENCHMARK",
     "kv_causes": "benchmarks.kv.causes:BENCHMARK",
     "formats": "benchmarks.formats:BENCHMARK",
+    "rounded_scales": "benchmarks.rounded_scales:BENCHMARK",
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
     "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",

@@ -21,7 +21,7 @@ BUCKET_ALIGNMENT = 512
 """Bytes. A half of a bucket must keep 256-byte alignment, which CUDA gives."""
 KV_CACHES = ("int8", "e4m3")
 KV_SCHEMES = ("engine", "trainer", "unit")
-FORMATS = ("block-fp8", "channel-fp8", "int8")
+FORMATS = ("block-fp8", "block-fp8-ue8m0", "channel-fp8", "int8")
 RAGGED = ("pad", "channel", "bf16")
 LISTEN_SCOPES = ("loopback", "any")
 NETWORKS = ("tcp", "nixl")
@@ -68,7 +68,8 @@ class Fp8RLServerArgs:
     )
     """What layers keep their weights in; default ``"block-fp8"``.
 
-    ``"block-fp8"``: one scale for each block of 128x128. ``"channel-fp8"``: one for each row, and
+    ``"block-fp8"``: one scale for each block of 128x128. ``"block-fp8-ue8m0"``: the same with
+    scales that are powers of two, of activations too. ``"channel-fp8"``: one for each row, and
     one for each token. ``"int8"``: the same with INT8 codes.
     """
     ragged: str = field(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from server_args.args import FORMATS
 from sgl_fp8rl import compat
 from sgl_fp8rl.doctor import command as doctor
 from sgl_fp8rl.layers import read_layers, render_layers
@@ -79,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument(
         "--tp", type=int, help="leave layers BF16 that an engine of this size does (of a folder)"
+    )
+    export.add_argument(
+        "--format",
+        choices=[name for name in FORMATS if name.startswith("block")],
+        help="as of --fp8rl-format (of a folder; default block-fp8)",
     )
 
     follow = commands.add_parser(
@@ -154,9 +160,10 @@ def _tune(model: str, tp_size: int) -> int:
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         sys.exit("sgl-fp8rl tune: no Hopper GPU found; run it on one, others need no tuning")
-    from sgl_fp8rl.formats import BLOCK_FP8
+    from sgl_fp8rl.formats import BLOCKS
 
-    layers = [la for la in read_layers(model, tp_size, "tune") if la["format"] == BLOCK_FP8.name]
+    names = [format_.name for format_ in BLOCKS]
+    layers = [la for la in read_layers(model, tp_size, "tune") if la["format"] in names]
 
     from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
     from sgl_fp8rl.gemm import command
@@ -183,7 +190,13 @@ def _export(arguments: argparse.Namespace) -> int:
 
     try:
         print(
-            export.run(arguments.source, arguments.output, arguments.ignored_layers, arguments.tp)
+            export.run(
+                arguments.source,
+                arguments.output,
+                arguments.ignored_layers,
+                arguments.tp,
+                arguments.format,
+            )
         )
     except (EngineError, ImportError, OSError, ValueError, SafetensorError) as error:
         sys.exit(f"sgl-fp8rl export: {error}")

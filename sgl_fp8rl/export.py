@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.dummy_engine import dummy_engine
-from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, by_tensor, format_of
+from sgl_fp8rl.formats import FORMATS, QUANTIZED, UNQUANTIZED, by_tensor, format_of
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter, read_tensors
@@ -39,12 +40,18 @@ class Source:
     folder: Path
     layers: list[str]
     """The engine's names of its layers that are not FP8."""
+    format: str
+    """One of ``BLOCKS``."""
     policy: dict[str, Any] = field(default_factory=dict)
     """Run and version of an engine's weights."""
 
 
 def run(
-    source: str, output: Path, ignored: Sequence[str] | None = None, tp_size: int | None = None
+    source: str,
+    output: Path,
+    ignored: Sequence[str] | None = None,
+    tp_size: int | None = None,
+    format_: str | None = None,
 ) -> str:
     """Write the checkpoint; ``output`` appears when it is complete, or not at all.
 
@@ -52,6 +59,7 @@ def run(
         source: the folder of a BF16 checkpoint, or an engine's http:// address.
         ignored: patterns of layers that stay BF16; default ``FP8RL_IGNORED_LAYERS``.
         tp_size: of the engine whose layers decide what is FP8; default 1.
+        format_: one of ``BLOCKS``; default ``block-fp8``.
 
     Returns:
         What was written, for the user.
@@ -63,33 +71,40 @@ def run(
         ValueError: the source is not a BF16 checkpoint, or the output exists.
     """
     is_engine = source.startswith(("http://", "https://"))
-    if is_engine and (ignored is not None or tp_size is not None):
-        raise ValueError("the engine has decided which layers are FP8; drop --ignored-layers, --tp")
+    if is_engine and (ignored, tp_size, format_) != (None, None, None):
+        raise ValueError(
+            "the engine has decided which layers are FP8; drop --ignored-layers, --tp, --format"
+        )
     with _complete(output) as folder:
         if is_engine:
             found = _from_engine(source, folder)
         else:
-            found = _from_checkpoint(Path(source), folder, ignored, tp_size or 1)
+            found = _from_checkpoint(
+                Path(source), folder, ignored, tp_size or 1, format_ or QUANTIZED.name
+            )
         manifest = Manifest(read_headers(weight_files(folder)))
         matrices = {name: spec for name, spec in manifest.weights() if len(spec.shape) > 1}
         bf16 = [n for n, spec in matrices.items() if format_of(spec.dtype) is UNQUANTIZED]
         _copy_files(found.folder, folder)
         config = json.loads((found.folder / CONFIG).read_text())
         config["quantization_config"] = quantization_config(
-            [*(name.removesuffix(".weight") for name in bf16), *found.layers]
+            [*(name.removesuffix(".weight") for name in bf16), *found.layers],
+            FORMATS[found.format],
         )
         if found.policy:
             config["fp8rl"] = found.policy
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     policy = "".join(f", {name} {value}" for name, value in found.policy.items())
     return (
-        f"{output}: {len(matrices) - len(bf16)} {QUANTIZED.name} and {len(bf16)} other "
+        f"{output}: {len(matrices) - len(bf16)} {found.format} and {len(bf16)} other "
         f"matrices, "
         f"{manifest.nbytes / (1 << 30):.2f} GiB{policy}"
     )
 
 
-def quantization_config(not_fp8: Iterable[str]) -> dict[str, Any]:
+def quantization_config(
+    not_fp8: Iterable[str], format_: WeightFormat = QUANTIZED
+) -> dict[str, Any]:
     """What SGLang, vLLM and transformers read in ``config.json``.
 
     Args:
@@ -99,7 +114,7 @@ def quantization_config(not_fp8: Iterable[str]) -> dict[str, Any]:
     for name in list(names):
         base, _, leaf = name.rpartition(".")
         names |= {f"{base}.{part}" for part in STACKED.get(leaf, ())}
-    return {**QUANTIZED.checkpoint, "modules_to_not_convert": sorted(names)}
+    return {**format_.checkpoint, "modules_to_not_convert": sorted(names)}
 
 
 @contextmanager
@@ -121,7 +136,7 @@ def _complete(output: Path) -> Iterator[Path]:
 
 
 def _from_checkpoint(
-    folder: Path, output: Path, ignored: Sequence[str] | None, tp_size: int
+    folder: Path, output: Path, ignored: Sequence[str] | None, tp_size: int, format_: str
 ) -> Source:
     """Quantize tensor by tensor, after an engine without weights has said which."""
     if not (folder / CONFIG).is_file():
@@ -134,7 +149,7 @@ def _from_checkpoint(
     files = weight_files(folder)
     manifest = Manifest(read_headers(files)).to_json()
     # SGLang reads no padded layer without this plugin
-    options: dict[str, Any] = {"fp8rl_format": "block-fp8", "fp8rl_ragged": "bf16"}
+    options: dict[str, Any] = {"fp8rl_format": format_, "fp8rl_ragged": "bf16"}
     if ignored is not None:
         options["fp8rl_ignored_layers"] = tuple(ignored)
     with dummy_engine(str(folder), tp_size, **options) as engine:
@@ -154,7 +169,7 @@ def _from_checkpoint(
             raise ValueError(f"{name} {error}") from error
         writer.add({name + suffix: part for suffix, part in encoded.items()})
     writer.finish()
-    return Source(folder, layout["layers"])
+    return Source(folder, layout["layers"], format_)
 
 
 def _from_engine(address: str, output: Path) -> Source:
@@ -166,7 +181,8 @@ def _from_engine(address: str, output: Path) -> Source:
 
         cached = snapshot_download(str(folder), revision=reply["revision"], local_files_only=True)
         folder = Path(cached)
-    return Source(folder, reply["layers"], {key: reply[key] for key in ("run", "version")})
+    policy = {key: reply[key] for key in ("run", "version")}
+    return Source(folder, reply["layers"], reply["format"], policy)
 
 
 def _copy_files(source: Path, target: Path) -> None:

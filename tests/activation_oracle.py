@@ -53,7 +53,7 @@ def planted() -> Tensor:
     return torch.cat([x, rows(len(groups), 128)], dim=1)
 
 
-def quantize(x_MK: Tensor) -> tuple[NDArray[np.uint8], F32]:
+def quantize(x_MK: Tensor, *, power_of_two: bool = False) -> tuple[NDArray[np.uint8], F32]:
     """Codes as bytes, and scales [M, K / 128]."""
     x = x_MK.float().cpu().numpy()
     M, K = x.shape
@@ -63,9 +63,13 @@ def quantize(x_MK: Tensor) -> tuple[NDArray[np.uint8], F32]:
         group = x[i, j * 128 : (j + 1) * 128].astype(np.float64)
         numbers = np.abs(group[~np.isnan(group)])
         amax = max(float(numbers.max(initial=0.0)), float(np.float32(1e-10)))
-        scales[i, j] = np.float32(amax * float(np.float32(1 / 448)))
-        reciprocal = np.float32(0.0 if amax > 2.0**126 else 1 / amax)
-        multiplier = np.float32(448 * float(reciprocal))
+        if power_of_two:
+            scales[i, j] = 2.0 ** np.ceil(np.log2(amax / 448))
+            multiplier = np.float32(1 / float(scales[i, j]))
+        else:
+            scales[i, j] = np.float32(amax * float(np.float32(1 / 448)))
+            reciprocal = np.float32(0.0 if amax > 2.0**126 else 1 / amax)
+            multiplier = np.float32(448 * float(reciprocal))
         with np.errstate(invalid="ignore"):
             quotient = (group * float(multiplier)).astype(np.float32)
         quotient[np.isnan(quotient)] = 448

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.engine.moe import FP8RLMoEMethod
+from sgl_fp8rl.engine.moe import METHODS
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.reference import (
     dequantize_activation,
     dequantize_weight,
-    quantize_weight,
 )
 from tests.activation_oracle import rows
 
@@ -23,12 +24,12 @@ ROUNDED = 1
 class Experts(nn.Module):
     """``FusedMoE`` as far as a quantization method reads it."""
 
-    def __init__(self, device: str = "cpu", **config: Any) -> None:
+    def __init__(self, device: str = "cpu", fmt: WeightFormat = BLOCK_FP8, **config: Any) -> None:
         super().__init__()
         sizes = {"w13": (2 * I, H), "w2": (H, I)}
         for seed, (name, (n, k)) in enumerate(sizes.items()):
             weights = [rows(n, k, seed=10 * seed + e, spread=1) / 16 for e in range(E)]
-            made = [quantize_weight(weight.to(device)) for weight in weights]
+            made = [fmt.encode(weight.to(device)).values() for weight in weights]
             by_kind = zip(*made, strict=True)
             for suffix, parts in zip(("weight", "weight_scale_inv"), by_kind, strict=True):
                 stacked = torch.stack([part.view(torch.uint8) for part in parts])
@@ -49,7 +50,7 @@ class Experts(nn.Module):
             "swiglu_limit": None,
         }
         self.moe_runner_config = SimpleNamespace(**(plain | config))
-        method: Any = object.__new__(FP8RLMoEMethod)
+        method: Any = object.__new__(METHODS[fmt.name])
         backend = SimpleNamespace(is_triton=lambda: True)
         method.runner = SimpleNamespace(runner_backend=backend, fused_func=object())
         method.is_compiled = False

@@ -6,6 +6,7 @@ contract rounds to FP32 (the scale and the quotient) is rounded here too, so byt
 Shape suffixes as in ``sgl_fp8rl.ops.reference``; codes are ``uint8`` bytes.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -70,13 +71,21 @@ def _tiles(shape: tuple[int, ...], rows: int) -> list[tuple[tuple[Any, ...], tup
     ]
 
 
-def _quantize(x: F32, rows: int) -> tuple[Codes, F32]:
+def _scale(amax: np.float32, power_of_two: bool) -> np.float32:
+    largest = np.maximum(amax, AMAX_FLOOR)
+    if not power_of_two:
+        return np.float32(largest / FP8_MAX)
+    fraction, exponent = math.frexp(float(largest) / 448)  # in float64, and the fraction below 1
+    return np.float32(2.0 ** (exponent - (fraction == 0.5)))
+
+
+def _quantize(x: F32, rows: int, power_of_two: bool) -> tuple[Codes, F32]:
     *lead, N, K = x.shape
     codes = np.zeros(x.shape, np.uint8)
     scale = np.zeros((*lead, -(-N // rows), -(-K // BLOCK)), np.float32)
     for tile, index in _tiles(x.shape, rows):
         amax = np.max(np.abs(x[tile]))
-        scale[index] = np.maximum(amax, AMAX_FLOOR) / FP8_MAX
+        scale[index] = _scale(amax, power_of_two)
         codes[tile] = encode(x[tile] / scale[index])
     return codes, scale
 
@@ -88,9 +97,9 @@ def _dequantize(codes: Codes, scale: F32, rows: int) -> F64:
     return value
 
 
-def quantize_weight(weight_NK: F32) -> tuple[Codes, F32]:
+def quantize_weight(weight_NK: F32, *, power_of_two: bool = False) -> tuple[Codes, F32]:
     """Codes ``[..., N, K]`` and one FP32 scale a 128x128 block."""
-    return _quantize(weight_NK, BLOCK)
+    return _quantize(weight_NK, BLOCK, power_of_two)
 
 
 def dequantize_weight(codes_NK: Codes, scale_inv_nk: F32) -> F64:
@@ -98,9 +107,9 @@ def dequantize_weight(codes_NK: Codes, scale_inv_nk: F32) -> F64:
     return _dequantize(codes_NK, scale_inv_nk, BLOCK)
 
 
-def quantize_activation(x_MK: F32) -> tuple[Codes, F32]:
+def quantize_activation(x_MK: F32, *, power_of_two: bool = False) -> tuple[Codes, F32]:
     """Codes ``[..., M, K]`` and one FP32 scale a token and 128 channels."""
-    return _quantize(x_MK, 1)
+    return _quantize(x_MK, 1, power_of_two)
 
 
 def dequantize_activation(codes_MK: Codes, scales_Mk: F32) -> F64:
@@ -126,9 +135,16 @@ def excess_error(x: F32, codes: Codes, scale: F32, rows: int) -> float:
     return float(np.max(error / bound))
 
 
-def linear(x_MK: F32, codes_NK: Codes, scale_inv_nk: F32, bias_N: F32 | None = None) -> F64:
+def linear(
+    x_MK: F32,
+    codes_NK: Codes,
+    scale_inv_nk: F32,
+    bias_N: F32 | None = None,
+    *,
+    power_of_two: bool = False,
+) -> F64:
     """``dequant(quant(x)) @ dequant(W).T + bias`` in float64: ``[M, N]``."""
-    x = dequantize_activation(*quantize_activation(x_MK))
+    x = dequantize_activation(*quantize_activation(x_MK, power_of_two=power_of_two))
     y = x @ dequantize_weight(codes_NK, scale_inv_nk).T
     return np.asarray(y if bias_N is None else y + bias_N)
 

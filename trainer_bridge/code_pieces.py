@@ -9,7 +9,7 @@ from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.codes_memory import SUFFIX
-from trainer_bridge.layout import sources_for
+from trainer_bridge.layout import format_of_codes, sources_for
 from trainer_bridge.placed_shards import CodesWanted, Shards
 from trainer_bridge.shard_ranges import Range
 from trainer_bridge.sources import Named, Source, sources
@@ -28,11 +28,12 @@ def codes_wanted(
     if not layouts:
         return None
     first = layouts[0]
+    format_ = format_of_codes(first).name
     kept = {
         name
         for layout in layouts
         if layout["dtype"] == first["dtype"]
-        for name in layout["formats"].get(QUANTIZED.name, ())
+        for name in layout["formats"].get(format_, ())
     }
     planned = enumerate(sources_for(named, family, first))
     found = tuple(
@@ -42,7 +43,7 @@ def codes_wanted(
         and all(name in kept for name, _ in source.cuts)
         and _is_whole_blocks(source, shards.ranges(index))
     )
-    return CodesWanted(getattr(torch, first["dtype"]), found) if found else None
+    return CodesWanted(getattr(torch, first["dtype"]), found, format_) if found else None
 
 
 def _gains(shards: Shards, layout: dict[str, Any], engines: int) -> bool:
@@ -81,7 +82,7 @@ def pieces_of_codes(
         return {}
     wanted, codes = shards.codes
     behind = len(shards.handles) - len(codes.handles)
-    kept = set(layout["formats"].get(QUANTIZED.name, ()))
+    kept = set(layout["formats"].get(wanted.format, ()))
     scales = sources(
         [
             (named[index][0] + SUFFIX, scales_of(planned[index].shape))

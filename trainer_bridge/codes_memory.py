@@ -12,7 +12,7 @@ import torch
 
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
-from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import strides_of, whole
 
@@ -35,6 +35,7 @@ class CodesMemory:
         weights: on one device; their values are not read.
         dtype: the engine's, to which weights are rounded before they are quantized.
         allocate: makes the memory, uint8, by default torch's.
+        format_: one of ``BLOCKS``.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for them.
@@ -45,8 +46,9 @@ class CodesMemory:
         weights: Sequence[torch.Tensor],
         dtype: torch.dtype,
         allocate: Callable[[int, torch.device], torch.Tensor] | None = None,
+        format_: WeightFormat = QUANTIZED,
     ) -> None:
-        self._dtype, self._of = dtype, _kinds(weights)
+        self._dtype, self._of, self._format = dtype, _kinds(weights), format_
         self._launches: list[Any] = []
         self._status: Any = None
         self._bases: Any = None
@@ -78,7 +80,7 @@ class CodesMemory:
             self.launch([weight.contiguous() for weight in weights])
             return
         for weight, codes in zip(weights, self.codes, strict=True):
-            encoded = QUANTIZED.encode(weight.to(self._dtype))
+            encoded = self._format.encode(weight.to(self._dtype))
             codes.codes_NK.copy_(encoded[""])
             codes.scale_inv_nk.copy_(encoded[SUFFIX])
 
@@ -116,15 +118,17 @@ class CodesMemory:
             )
         return bad  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _copies(number: int, weight: torch.Tensor, codes: Codes) -> Iterator[CopyDescriptor]:
+    def _copies(self, number: int, weight: torch.Tensor, codes: Codes) -> Iterator[CopyDescriptor]:
         source, target, scales = (
             Placed(address, tensor.dtype, strides_of(tuple(tensor.shape)))
             for address, tensor in ((0, weight), *((part.data_ptr(), part) for part in codes))
         )
         box, scales_box = whole(tuple(weight.shape)), whole(tuple(codes.scale_inv_nk.shape))
         to = Scales(scales, scales_box)
-        return describe_copy(source, box, target, box, to, segment=number, tag=number)
+        power_of_two = self._format.power_of_two_scales
+        return describe_copy(
+            *(source, box, target, box, to), segment=number, tag=number, power_of_two=power_of_two
+        )
 
 
 def _allocated(nbytes: int, device: torch.device) -> torch.Tensor:

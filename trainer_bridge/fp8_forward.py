@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.formats import QUANTIZED, split_name
+from sgl_fp8rl.formats import FORMATS, QUANTIZED, split_name
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.kv_schema import INT8
@@ -22,6 +23,7 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_norms import convert_norms
 from trainer_bridge.fp8_attention import fake_quantize_kv
 from trainer_bridge.fp8_weights import moves_codes
+from trainer_bridge.layout import format_of_codes
 from trainer_bridge.participant import Participant, participants_of
 from trainer_bridge.sources import Named, Source, named_tensors, sources
 from trainer_bridge.wrappers import named_modules
@@ -42,6 +44,8 @@ class FP8Forward:
     """HF tensors whose codes the forward computes with, sorted."""
     ranks: tuple[int, ...] = ()
     """Global ranks that called ``fp8_forward`` together; empty of one that is alone."""
+    format: WeightFormat = QUANTIZED
+    """The engine's."""
 
     @property
     def gathered_whole(self) -> list[str]:
@@ -63,7 +67,8 @@ class FP8Forward:
             engine: as for ``update``, all of a list; that of the first rank is asked.
 
         Raises:
-            EngineError: a tensor differs, on every rank; or the engine cannot be reached.
+            EngineError: a tensor or the format differs, on every rank; or the engine cannot be
+                reached.
         """
         leader = Leader(self.ranks)
         try:
@@ -72,7 +77,7 @@ class FP8Forward:
             leader.share(None)
             assert found is not None
             named = found
-            theirs = leader.attempt(_sums_of, engine)
+            theirs = leader.attempt(_sums_of, engine, self.format)
             ours: dict[tuple[str, str], torch.Tensor] = {}
             family = hf_names.model_type(self.model)
             of_forward = {n + suffix for n in self.names for suffix in ("", *QUANTIZED.suffixes)}
@@ -80,7 +85,7 @@ class FP8Forward:
             for (_, tensor), source in zip(named, planned, strict=True):
                 if any(name in of_forward for name, _ in source.cuts):
                     whole = source.read(tensor)
-                    leader.attempt(_add_sums, ours, source, whole, self.dtype)
+                    leader.attempt(_add_sums, ours, source, whole, self)
             leader.attempt(_compare, ours, theirs)
             leader.share(None)
         except BaseException as error:
@@ -142,11 +147,13 @@ def fp8_forward(
     layout: Any = leader.share(leader.attempt(_of_all, like, _layout_of, remedy))
     names, dtype = set(layout["names"]), getattr(torch, layout["dtype"])
     attention_hooks.install()  # a model may be compiled before there are KV scales
-    return replace(convert_layers(model, names, dtype), ranks=ranks)
+    return replace(convert_layers(model, names, dtype, FORMATS[layout["format"]]), ranks=ranks)
 
 
-def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8Forward:
-    """``fp8_forward`` for an engine that keeps these HF tensors in FP8; nothing is asked."""
+def convert_layers(
+    model: nn.Module, names: set[str], dtype: torch.dtype, format_: WeightFormat = QUANTIZED
+) -> FP8Forward:
+    """``fp8_forward`` for an engine that keeps these HF tensors in a format; nothing is asked."""
     from trainer_bridge.fp8_layers import check_kind, convert  # torch._dynamo, which takes a second
 
     _refuse_adapters(model)
@@ -176,10 +183,10 @@ def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8
     for name, module in modules.items():
         check_kind(module, name)
     for name, module in modules.items():
-        convert(module, name, dtype)
+        convert(module, name, dtype, format_)
     norms = convert_norms(model, dtype)
     logger.info("fp8_forward: %d tensors of %d modules, %d norms", len(found), len(modules), norms)
-    return FP8Forward(model, dtype, tuple(sorted(found)))
+    return FP8Forward(model, dtype, tuple(sorted(found)), format=format_)
 
 
 def _of_all(engines: Any, ask: Callable[[Participant], Answer], remedy: str) -> Answer:
@@ -193,13 +200,14 @@ def _of_all(engines: Any, ask: Callable[[Participant], Answer], remedy: str) -> 
 
 def _layout_of(engine: Participant) -> dict[str, Any]:
     layout = engine.connection.layout()
-    names = layout["formats"].get(QUANTIZED.name)
+    format_ = format_of_codes(layout).name
+    names = layout["formats"].get(format_)
     if not names:
         raise EngineError(
             f"{engine.name} keeps no layer in block FP8, or does not know yet; update it first, "
-            f"and start it with --fp8rl-format block-fp8"
+            f"and start it with --fp8rl-format block-fp8 or block-fp8-ue8m0"
         )
-    return {"names": sorted(names), "dtype": layout["dtype"]}
+    return {"names": sorted(names), "dtype": layout["dtype"], "format": format_}
 
 
 def _kv_scales_of(engine: Participant) -> list[tuple[float, float] | None] | None:
@@ -243,10 +251,16 @@ def _raise_first(faults: list[Exception | None]) -> None:
         raise fault
 
 
-def _sums_of(engines: Any) -> dict[str, Sums]:
+def _sums_of(engines: Any, format_: WeightFormat) -> dict[str, Sums]:
     """Of each engine, by what errors call it."""
     found: dict[str, Sums] = {}
     for each in participants_of(engines):
+        theirs = format_of_codes(each.connection.layout())
+        if theirs is not format_:
+            raise EngineError(
+                f"{each.name} computes in {theirs.name} and this forward in {format_.name}; start "
+                f"it with --fp8rl-format {format_.name}"
+            )
         sums = each.connection.client.control({"op": "code_sums"}).get("sums")
         if not isinstance(sums, dict):
             raise EngineError(
@@ -260,7 +274,7 @@ def _add_sums(
     ours: dict[tuple[str, str], torch.Tensor],
     source: Source,
     whole: torch.Tensor,
-    dtype: torch.dtype,
+    forward: FP8Forward,
 ) -> None:
     """Of what an update reads from one source: codes, scales, or a weight to be quantized."""
     (scales,) = QUANTIZED.suffixes
@@ -271,7 +285,7 @@ def _add_sums(
         elif suffix:
             ours[owner, suffix] = scale_sum(part)
         else:  # as each rank quantizes what FSDP2 gathered as it is
-            encoded = QUANTIZED.encode(part.to(dtype))
+            encoded = forward.format.encode(part.to(forward.dtype))
             ours[name, ""], ours[name, scales] = code_sum(encoded[""]), scale_sum(encoded[scales])
 
 

@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from sgl_fp8rl.formats import QUANTIZED
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops import block_linear
 from sgl_fp8rl.ops.reference import BLOCK
 from trainer_bridge.fp8_weights import FP8Parameter
@@ -105,12 +107,15 @@ class FP8Experts(FP8Module):
         return y_RN
 
 
-def convert(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+def convert(
+    module: nn.Module, name: str, dtype: torch.dtype, format_: WeightFormat = QUANTIZED
+) -> None:
     """Have a module compute as an FP8 layer; parameters, hooks and names stay.
 
     Args:
         name: of the module, for messages.
         dtype: the engine's, to which weights are rounded before they are quantized.
+        format_: the engine's, one of ``BLOCKS``.
 
     Raises:
         ValueError: as of ``check_kind``.
@@ -121,7 +126,9 @@ def convert(module: nn.Module, name: str, dtype: torch.dtype) -> None:
     if is_experts(module):
         names = "gate_up_proj", "down_proj"
         fp8_class = _experts_class(type(module))  # type: ignore[arg-type]
-    module.fp8_parameters = {each: FP8Parameter(f"{name}.{each}", dtype) for each in names}  # type: ignore[assignment]
+    module.fp8_parameters = {  # type: ignore[assignment]
+        each: FP8Parameter(f"{name}.{each}", dtype, format_) for each in names
+    }
     module.__class__ = fp8_class
 
 
@@ -228,7 +235,9 @@ class _Linear(torch.autograd.Function):
         rounded = None if bias is None else bias.to(parameter.dtype)  # as the engine holds it
         codes = parameter.codes(weight)
         with _naming(parameter):
-            y_MN = block_linear.linear(x_MK, *codes, rounded)
+            y_MN = block_linear.linear(
+                x_MK, *codes, rounded, power_of_two=parameter.format.power_of_two_scales
+            )
         # autograd refuses writes to a view that is made here, such as those of an in-place ReLU
         y: torch.Tensor = torch.ops.aten._unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[-1]])
         return y
@@ -262,7 +271,9 @@ class _Experts(torch.autograd.Function):
         ctx.parameter, ctx.counts = parameter, counts
         codes = parameter.codes(weight)
         with _naming(parameter):
-            return block_linear.linear_by_expert(x_RK, counts, *codes)
+            return block_linear.linear_by_expert(
+                x_RK, counts, *codes, power_of_two=parameter.format.power_of_two_scales
+            )
 
     @staticmethod
     @once_differentiable

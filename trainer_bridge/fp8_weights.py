@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sgl_fp8rl.formats import QUANTIZED
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.codes_memory import SUFFIX, Codes, CodesMemory
 
@@ -31,10 +32,11 @@ class FP8Parameter:
     Args:
         name: of the parameter, for messages.
         dtype: the engine's, to which weights are rounded before they are quantized.
+        format_: the engine's, one of ``BLOCKS``.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name, self.dtype = name, dtype
+    def __init__(self, name: str, dtype: torch.dtype, format_: WeightFormat = QUANTIZED) -> None:
+        self.name, self.dtype, self.format = name, dtype, format_
         self._made: CodesMemory | None = None
         self._made_of: tuple[Any, ...] = ()
         self._shard: DTensor | None = None
@@ -42,7 +44,7 @@ class FP8Parameter:
 
     def __reduce__(self) -> Any:
         """A copy has codes of its own, which it makes."""
-        return FP8Parameter, (self.name, self.dtype)
+        return FP8Parameter, (self.name, self.dtype, self.format)
 
     def codes(self, weight: torch.Tensor, *, anew: bool = False) -> Codes:
         """The codes of the parameter as its module has it now.
@@ -63,7 +65,8 @@ class FP8Parameter:
         storage = weakref.ref(values.untyped_storage())  # its address may be given to another
         state = versions, _steps, storage, values.data_ptr(), values.dtype
         if self._made is None or not self._made.fits([values], self.dtype):
-            self._made, self._made_of = CodesMemory([values], self.dtype), ()
+            self._made = CodesMemory([values], self.dtype, format_=self.format)
+            self._made_of = ()
         if anew or self._made_of != state:
             try:
                 self._made.write([values])

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats import FORMATS
-from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
+from sgl_fp8rl.formats import BLOCKS, FORMATS, QUANTIZED
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, WeightFormat
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, gpu_uuid
 from sgl_fp8rl.protocol.kv_schema import (
     E4M3,
@@ -79,6 +79,11 @@ def sources_for(named: Named, family: str | None, layout: dict[str, Any]) -> lis
         fp32 = [name for name, _ in named]
     as_they_are = [*fp32, KV_SCALES]
     return sources(named, family, getattr(torch, layout["dtype"]), as_they_are, ignored(layout))
+
+
+def format_of_codes(layout: dict[str, Any]) -> WeightFormat:
+    """Which of ``BLOCKS`` an engine has."""
+    return next((f for f in BLOCKS if f.name in layout["formats"]), QUANTIZED)
 
 
 def ignored(layout: dict[str, Any]) -> frozenset[str]:

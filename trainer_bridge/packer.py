@@ -98,8 +98,8 @@ class HostPacker:
         """Nothing to check here: the engine checks."""
 
     def _encode(self, span: Span, weight: torch.Tensor) -> None:
-        manifest = self._plan.manifest
-        format_, row = manifest.format_of(span.name), manifest.tensors[span.name].shape[1:]
+        format_ = self._plan.quantized[span.name]
+        row = self._plan.manifest.tensors[span.name].shape[1:]
         (suffix,) = format_.suffixes
         step = format_.block[0] if len(row) == 1 else 1
         step *= max(ENCODED_AT_ONCE // (step * math.prod(row)), 1)
@@ -153,9 +153,10 @@ class QuantizePacker:
         def descriptors(segment: int, index: int, span: Span) -> Iterator[CopyDescriptor]:
             source = plan.sources[index]
             shape: tuple[int, ...] = (span.length,)
-            scales, target = None, source.sent_as
+            scales, target, power_of_two = None, source.sent_as, False
             if span.scales >= 0:
-                format_ = plan.manifest.format_of(span.name)
+                format_ = plan.quantized[span.name]
+                power_of_two = format_.power_of_two_scales
                 row = plan.manifest.tensors[span.name].shape[1:]
                 shape = (span.length // math.prod(row), *row)
                 target = plan.manifest.tensors[span.name].dtype
@@ -170,6 +171,7 @@ class QuantizePacker:
                 scales,
                 segment=segment,
                 tag=tags[span.name],
+                power_of_two=power_of_two,
             )
 
         def alone(chunk: int, index: int) -> "list[Launch]":

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.rank_values import exchanged
@@ -47,6 +48,8 @@ class CodesWanted(NamedTuple):
     """The engines', to which weights are rounded before."""
     parameters: tuple[int, ...]
     """Their places among the parameters."""
+    format: str = QUANTIZED.name
+    """The engines', one of ``BLOCKS``."""
 
 
 ShardReport = PlacedShards | str | None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.formats.weight_format import NOT_FINITE
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, DeviceMemory
@@ -58,7 +59,9 @@ class ShardCodes:
             raise EngineError("shards do not lie at multiples of 16 bytes, or there are none")
         self.wanted = wanted
         self._names = [named[index][0] for index in shards]
-        self._memory = CodesMemory([*shards.values()], wanted.dtype, self._allocate)
+        self._memory = CodesMemory(
+            [*shards.values()], wanted.dtype, self._allocate, FORMATS[wanted.format]
+        )
         placement = placement_of([part for codes in self._memory.codes for part in codes])
         if placement is None:
             raise EngineError("the memory of codes cannot be opened by other processes")

@@ -69,6 +69,7 @@ class TransferPlan:
         coded: Collection[int] = (),
     ) -> None:
         self.sources = sources
+        self.quantized = quantized or {}
         self.mapped = mapped
         self.coded = frozenset(coded)
         self.resident = frozenset(resident)
@@ -90,8 +91,8 @@ class TransferPlan:
                     continue
                 if mapped[index]:
                     self.offsets[name] = index, int(view.storage_offset()) * dtype.itemsize
-                elif quantized and name in quantized and dtype in WEIGHT_DTYPES:
-                    announced += _encoded(name, view, quantized[name])
+                elif name in self.quantized and dtype in WEIGHT_DTYPES:
+                    announced += _encoded(name, view, self.quantized[name])
                     continue
                 announced.append((name, view))
         self.manifest = describe(announced, chunk_bytes, self.offsets, streamed, slots)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sgl_fp8rl.engine.ranks import gather_results
-from sgl_fp8rl.formats import QUANTIZED
+from sgl_fp8rl.formats import BLOCKS, QUANTIZED
 from sgl_fp8rl.ops.regions import Region, view
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.states import State
@@ -45,7 +45,7 @@ def _boxes(table: RouteTable) -> Boxes:
     for name, routes in table.routes.items():
         for route in routes:
             # ``fp8_forward`` refuses ragged tensors
-            if table.format_of(route) is QUANTIZED and table.why_ragged(name) is None:
+            if table.format_of(route) in BLOCKS and table.why_ragged(name) is None:
                 scales = table.parameters[route.parameter + suffix]
                 box = _first_held(QUANTIZED.companion_region(suffix, route.dst), route.src)
                 summed.append(code_sum(view(table.parameters[route.parameter], route.dst)))

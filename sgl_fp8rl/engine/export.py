@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import attempted, gather, gather_results, sources
-from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, format_of
+from sgl_fp8rl.formats import BLOCKS, QUANTIZED, UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -76,7 +76,10 @@ def write(weights: EngineWeights, folder: Any, group: dist.ProcessGroup) -> dict
         _, fault = attempted(writer.finish, "an export")
         error = fault and f"the export cannot be written: {fault}"
     error = gather(error, group)[0]
-    return {"error": error} if error else {"layers": _not_fp8(weights)}
+    if error:
+        return {"error": error}
+    formats = {table.kept_as(name) for name in table.sources} - {UNQUANTIZED}
+    return {"layers": _not_fp8(weights), "format": (formats or {QUANTIZED}).pop().name}
 
 
 def _why_not(weights: EngineWeights) -> str | None:
@@ -90,7 +93,7 @@ def _why_not(weights: EngineWeights) -> str | None:
             f"checkpoint of this policy"
         )
     for name in filter(weights.table.is_quantized, weights.table.sources):
-        if (kept := weights.table.kept_as(name)) is not QUANTIZED:
+        if (kept := weights.table.kept_as(name)) not in BLOCKS:
             return (
                 f"{name} is kept in {kept.name}, and exports are block FP8; export the "
                 f"BF16 checkpoint of this policy"

@@ -47,9 +47,13 @@ def fuse(model: nn.Module) -> int:
             consumers = [path for path in consumer_names if _takes_codes(_find(module, path))]
             if producer is None or not consumers:
                 continue
-            within = getattr(_find(module, consumers[0]).quant_method, "within", None)
-            by_row = consumers == ["mlp.experts"]
-            forward = _fused_forward(producer, by_row=by_row, within=within)
+            method = _find(module, consumers[0]).quant_method
+            forward = _fused_forward(
+                producer,
+                by_row=consumers == ["mlp.experts"],
+                within=getattr(method, "within", None),
+                power_of_two=method.format.power_of_two_scales,
+            )
             if forward is not None:
                 producer._forward_method = forward
                 logger.debug("%s.%s quantizes for %s", name, producer_name, consumers[0])
@@ -74,7 +78,7 @@ def _takes_codes(layer: Any) -> bool:
 
 
 def _fused_forward(
-    producer: Any, *, by_row: bool, within: Channels | None
+    producer: Any, *, by_row: bool, within: Channels | None, power_of_two: bool
 ) -> Callable[..., Any] | None:
     """The replacement for the producer's CUDA kernel, or None to keep that."""
     if type(producer) not in (compat.RMSNorm, compat.SiluAndMul):
@@ -84,7 +88,7 @@ def _fused_forward(
     if original != producer.forward_cuda:
         return None
     if type(producer) is compat.SiluAndMul:
-        return _FusedSiluMul(original, within)
+        return _FusedSiluMul(original, within, power_of_two)
     weight = producer.weight
     plain = (
         producer.variance_size_override is None
@@ -94,21 +98,20 @@ def _fused_forward(
         and weight.dtype == torch.bfloat16
         and (within is not None or weight.numel() % BLOCK == 0)
     )
-    return _FusedNorm(original, producer, by_row, within) if plain else None
+    options = {"by_row": by_row, "within": within, "power_of_two": power_of_two}
+    return _FusedNorm(original, producer, options) if plain else None
 
 
 class _FusedNorm:
     """``RMSNorm.forward_cuda``; unusual calls go to the original."""
 
-    def __init__(
-        self, original: Callable[..., Any], norm: Any, by_row: bool, within: Channels | None
-    ) -> None:
+    def __init__(self, original: Callable[..., Any], norm: Any, options: dict[str, Any]) -> None:
         from sgl_fp8rl.ops.activation_triton import rms_norm_quantize
 
         self.original = original
         self.norm = norm
-        self.within = within
-        self.kernel = partial(rms_norm_quantize, by_row=by_row, within=within)
+        self.within = options["within"]
+        self.kernel: Callable[..., Any] = partial(rms_norm_quantize, **options)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, *args: Any, **kwargs: Any
@@ -125,12 +128,15 @@ class _FusedNorm:
 class _FusedSiluMul:
     """``SiluAndMul.forward_cuda``; unusual calls go to the original."""
 
-    def __init__(self, original: Callable[..., Any], within: Channels | None) -> None:
+    def __init__(
+        self, original: Callable[..., Any], within: Channels | None, power_of_two: bool
+    ) -> None:
         from sgl_fp8rl.ops.activation_triton import silu_mul_quantize
 
         self.original = original
         self.within = within
-        self.kernel = partial(silu_mul_quantize, within=within)
+        options: dict[str, Any] = {"within": within, "power_of_two": power_of_two}
+        self.kernel: Callable[..., Any] = partial(silu_mul_quantize, **options)
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         whole = self.within is not None or x.shape[-1] % (2 * BLOCK) == 0

@@ -8,8 +8,9 @@ import torch
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.channel import FP8RLChannelLinearMethod, FP8RLInt8LinearMethod
 from sgl_fp8rl.engine.layer_method import LayerMethod
-from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8, INT8
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, CHANNEL_FP8, INT8, mark, marked_format
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, pad_storage
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.gemm import dispatch
 from sgl_fp8rl.ops.activation import Channels
 from sgl_fp8rl.ops.reference import fp8_linear
@@ -18,6 +19,7 @@ from sgl_fp8rl.ops.reference import fp8_linear
 class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[misc]
     """Codes in ``weight`` [N, K] e4m3, scales in ``weight_scale_inv`` [N/128, K/128] FP32."""
 
+    format: WeightFormat = BLOCK_FP8
     choices: dispatch.Choices | None = None
     """Kernels by the rows of a batch; None where SGLang's own choice stands."""
     padding: Padding | None = None
@@ -64,6 +66,7 @@ class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[mi
         super().create_weights(layer, *self.sizes, **kwargs)
         if self.padding is not None:
             pad_storage(layer.weight, layer.weight_scale_inv, self.padding, BLOCK_FP8.block)
+        mark(layer.weight, self.format)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)
@@ -75,13 +78,39 @@ class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[mi
         return y if bias is None else y.add_(bias)
 
     def _multiply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        on_cpu, power_of_two = layer.weight.device.type == "cpu", self.format.power_of_two_scales
+        choices = self.choices
+        if power_of_two and not on_cpu and choices is None:  # SGLang's would not round scales
+            choices = dispatch.Choices.untuned()
         # a compiled model traces SGLang's own operators, and could not trace through ours
-        if self.choices is not None and not torch.compiler.is_compiling():
-            return dispatch.linear(self.choices, layer, x, bias, self.within)
+        if choices is not None and not torch.compiler.is_compiling():
+            return dispatch.linear(choices, layer, x, bias, self.within, power_of_two=power_of_two)
         x = x if self.padding is None else self.padding.cols.pad(x)
-        if layer.weight.device.type == "cpu":
-            return fp8_linear(x, layer.weight, layer.weight_scale_inv, bias)
+        if on_cpu:
+            scales = layer.weight_scale_inv
+            return fp8_linear(x, layer.weight, scales, bias, power_of_two=power_of_two)
+        check_stock_kernels(self.format)
         return super().apply(layer, x, bias)  # type: ignore[no-any-return]
+
+
+class FP8RLUE8M0LinearMethod(FP8RLLinearMethod):
+    """With scales that are powers of two, of the activations too."""
+
+    format = BLOCK_FP8_UE8M0
+
+
+def check_stock_kernels(format_: WeightFormat) -> None:
+    """Check that SGLang's own operators may compute a layer: they round no scales up.
+
+    Raises:
+        RuntimeError: they may not.
+    """
+    if format_.power_of_two_scales:
+        raise RuntimeError(
+            f"SGLang's kernels, which run in a compiled model and for unusual experts, do not "
+            f"quantize activations as {format_.name} does; drop --enable-torch-compile and "
+            f"--cuda-graph-backend-prefill tc_piecewise, or choose --fp8rl-format block-fp8"
+        )
 
 
 def shards(
@@ -108,6 +137,7 @@ def shards(
 
 METHODS: dict[str, Any] = {
     BLOCK_FP8.name: FP8RLLinearMethod,
+    BLOCK_FP8_UE8M0.name: FP8RLUE8M0LinearMethod,
     CHANNEL_FP8.name: FP8RLChannelLinearMethod,
     INT8.name: FP8RLInt8LinearMethod,
 }
@@ -139,6 +169,9 @@ def _storage_of(layer: Any) -> dict[str, tuple[Any, ...]]:
     tensors = {n: t for n, t in vars(layer).items() if isinstance(t, torch.Tensor)}
     tensors.update(layer.named_parameters())
     return {
-        name: (t.data_ptr(), t.dtype, t.shape, t.stride(), bool(getattr(t, "format_ue8m0", False)))
+        name: (
+            *(t.data_ptr(), t.dtype, t.shape, t.stride(), bool(getattr(t, "format_ue8m0", False))),
+            marked_format(t),  # lost, the next update would not round scales
+        )
         for name, t in tensors.items()
     }

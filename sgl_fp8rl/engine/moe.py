@@ -1,13 +1,21 @@
 """The quantized experts: SGLang's own methods on storage whose addresses never change."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine.linear import keep_storage
-from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8, INT8
+from sgl_fp8rl.engine.linear import check_stock_kernels, keep_storage
+from sgl_fp8rl.formats import (
+    BLOCK_FP8,
+    BLOCK_FP8_UE8M0,
+    BLOCKS,
+    CHANNEL_FP8,
+    INT8,
+    mark,
+)
 from sgl_fp8rl.formats.padding import Padding, Shard, fit_experts, pad_storage
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.gemm.expert_tiles import Tiles
@@ -49,6 +57,8 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
     """Codes in ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I], scales beside them; I with
     its padding."""
 
+    format: WeightFormat = BLOCK_FP8
+
     def __init__(self, quant_config: Any, prefix: str) -> None:
         super().__init__(quant_config)
         self.prefix = prefix
@@ -67,16 +77,17 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         paddings, _ = fit(layer, pads=True)
-        if paddings is None:
-            size = intermediate_size_per_partition
-            super().create_weights(layer, num_experts, hidden_size, size, *args, **kwargs)
-            return
-        up, down = paddings
-        size = layer.moe_runner_config.intermediate_size_per_partition = down.cols.size
-        layer.intermediate_size_per_partition = size  # CUTLASS takes its strides from here
+        size = intermediate_size_per_partition
+        if paddings is not None:
+            up, down = paddings
+            size = layer.moe_runner_config.intermediate_size_per_partition = down.cols.size
+            layer.intermediate_size_per_partition = size  # CUTLASS takes its strides from here
         super().create_weights(layer, num_experts, hidden_size, size, *args, **kwargs)
-        pad_storage(layer.w13_weight, layer.w13_weight_scale_inv, up, BLOCK_FP8.block)
-        pad_storage(layer.w2_weight, layer.w2_weight_scale_inv, down, BLOCK_FP8.block)
+        if paddings is not None:
+            pad_storage(layer.w13_weight, layer.w13_weight_scale_inv, up, BLOCK_FP8.block)
+            pad_storage(layer.w2_weight, layer.w2_weight_scale_inv, down, BLOCK_FP8.block)
+        for weight in (layer.w13_weight, layer.w2_weight):
+            mark(weight, self.format)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)
@@ -85,12 +96,21 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         x = dispatch_output.hidden_states
         on_cpu = layer.w13_weight.device.type == "cpu"
         if not on_cpu and not (fits(x) and takes_codes(layer)):
+            check_stock_kernels(self.format)
             if not torch.compiler.is_compiling():
                 detach(x)  # SGLang may write into x, which torch does not count
             return super().apply(layer, dispatch_output)
         topk_weights, topk_ids, _ = dispatch_output.topk_output
-        run = experts_reference if on_cpu else experts
+        run: Any = experts
+        if on_cpu:
+            run = partial(experts_reference, power_of_two=self.format.power_of_two_scales)
         return compat.StandardCombineInput(hidden_states=run(layer, x, topk_weights, topk_ids))
+
+
+class FP8RLUE8M0MoEMethod(FP8RLMoEMethod):
+    """With scales that are powers of two, of the activations too."""
+
+    format = BLOCK_FP8_UE8M0
 
 
 def fit(layer: Any, *, pads: bool) -> tuple[tuple[Padding, Padding] | None, str | None]:
@@ -111,6 +131,7 @@ def fit(layer: Any, *, pads: bool) -> tuple[tuple[Padding, Padding] | None, str 
 
 METHODS: dict[str, Any] = {
     BLOCK_FP8.name: FP8RLMoEMethod,
+    BLOCK_FP8_UE8M0.name: FP8RLUE8M0MoEMethod,
     CHANNEL_FP8.name: FP8RLChannelMoEMethod,
     INT8.name: FP8RLInt8MoEMethod,
 }
@@ -121,7 +142,7 @@ def why_not(layer: Any, format_: WeightFormat, *, pads: bool) -> str | None:
     """Why the experts of ``layer``, as in ``fit``, cannot be in a format."""
     if format_.name not in METHODS:
         return f"no layer of experts computes in {format_.name}"
-    if format_ is BLOCK_FP8:
+    if format_ in BLOCKS:
         return fit(layer, pads=pads)[1]
     if layer.with_bias or not layer.moe_runner_config.is_gated:
         return f"experts with biases or without a gate cannot be {format_.name}"
@@ -138,11 +159,14 @@ def experts_reference(
     topk_weights_MT: torch.Tensor,
     topk_ids_MT: torch.Tensor,
     factor: float = 1.0,
+    *,
+    power_of_two: bool = False,
 ) -> torch.Tensor:
     """The experts of an engine's layer, in the torch reference.
 
     Args:
         factor: of the sum. Not the layer's own: on a CPU SGLang's models apply that themselves.
+        power_of_two: of block FP8, the scales of activations are powers of two.
 
     Returns:
         ``[M, H]`` in the dtype of ``x_MH``; the weighted sum is taken in FP32.
@@ -154,6 +178,7 @@ def experts_reference(
             f"{config.apply_router_weight_on_input} have no CPU reference; run them on a GPU"
         )
     by_block = hasattr(layer, "w13_weight_scale_inv")
+    block_linear = partial(fp8_linear, power_of_two=power_of_two)
     scales = "_scale_inv" if by_block else "_scale"
     out_MH = fp8_experts(
         x_MH,
@@ -162,6 +187,6 @@ def experts_reference(
         topk_weights_MT,
         topk_ids_MT,
         _ACTIVATIONS[config.activation],
-        fp8_linear if by_block else channel_linear,
+        block_linear if by_block else channel_linear,
     )
     return (factor * out_MH).to(x_MH.dtype)

@@ -16,7 +16,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import linear, moe
 from sgl_fp8rl.engine.log_filter import without_line
-from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
 from sgl_fp8rl.formats.padding import padding_of
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.gemm.experts import takes_codes
@@ -70,7 +70,7 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             refused = self.formats[0].why_not_on(torch.cuda.get_device_capability())
             if refused is not None:
                 raise ValueError(f"this GPU has no kernels: {refused}; choose another fp8rl-format")
-        if self.formats == [BLOCK_FP8] and self.ragged == "channel":
+        if self.formats[0] in BLOCKS and self.ragged == "channel":
             self.formats.append(CHANNEL_FP8)
 
     def get_name(self) -> str:
@@ -95,10 +95,13 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             )
         ignored = config.get("ignored_layers") or config.get("modules_to_not_convert")
         made = cls(ignored_layers=list(ignored or ()))
-        if made.formats[0] is not BLOCK_FP8:
+        (format_, *_) = made.formats
+        scales = format_.checkpoint.get("scale_fmt")
+        if format_ not in BLOCKS or scales not in (None, config.get("scale_fmt")):
             raise ValueError(
-                f"fp8rl-format {made.formats[0].name} is quantized from BF16 weights, but this "
-                f"checkpoint is block FP8; start from the BF16 checkpoint"
+                f"fp8rl-format {format_.name} is quantized from BF16 weights, but this checkpoint "
+                f"is block FP8 with scale_fmt {config.get('scale_fmt')}; start from the BF16 "
+                f"checkpoint"
             )
         return made
 
@@ -167,7 +170,7 @@ def _quantized(
         format_.name,
         None,
         shape,
-        _top_k(module) if format_ is BLOCK_FP8 else None,
+        _top_k(module) if format_ in BLOCKS else None,
         None if padding is None else (*shape[:-2], *padding.unpadded),
         _padding_bytes(module),
     )

@@ -11,19 +11,22 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from sgl_fp8rl.formats.block_fp8 import BlockFP8
+from sgl_fp8rl.formats.block_fp8 import BlockFP8, BlockFP8UE8M0
 from sgl_fp8rl.formats.channel import ChannelFP8, Int8
 from sgl_fp8rl.formats.unquantized import Unquantized
 from sgl_fp8rl.formats.weight_format import WeightFormat
 
 BLOCK_FP8 = BlockFP8()
+BLOCK_FP8_UE8M0 = BlockFP8UE8M0()
 UNQUANTIZED = Unquantized()
 CHANNEL_FP8 = ChannelFP8()
 INT8 = Int8()
-FORMATS: dict[str, WeightFormat] = {f.name: f for f in (BLOCK_FP8, UNQUANTIZED)}
+BLOCKS: tuple[WeightFormat, ...] = (BLOCK_FP8, BLOCK_FP8_UE8M0)
+"""What ``fp8_forward``, exports and chains can have."""
+FORMATS: dict[str, WeightFormat] = {f.name: f for f in (*BLOCKS, UNQUANTIZED)}
 """What an update carries."""
 ENGINE_ONLY: tuple[WeightFormat, ...] = (CHANNEL_FP8, INT8)
-CHOICES: dict[str, WeightFormat] = {f.name: f for f in (BLOCK_FP8, *ENGINE_ONLY)}
+CHOICES: dict[str, WeightFormat] = {f.name: f for f in BLOCKS + ENGINE_ONLY}
 """By the values of the option ``format``."""
 DTYPES = {str(d).removeprefix("torch."): d for f in FORMATS.values() for d in f.dtypes}
 """What an update can carry, by the names of the manifest."""
@@ -31,12 +34,12 @@ HEADERS = {h: d for f in FORMATS.values() for h, d in zip(f.headers, f.dtypes, s
 """The same by the names in headers of safetensors files."""
 QUANTIZED: WeightFormat = BLOCK_FP8
 """What an engine keeps the weights of its layers in by default, but for those that it leaves
-unquantized; what ``fp8_forward``, exports and chains have."""
-SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
+unquantized."""
+SUFFIXES = tuple(dict.fromkeys(suffix for f in FORMATS.values() for suffix in f.suffixes))
 
 
 def by_dtype(formats: Iterable[WeightFormat]) -> dict[torch.dtype, WeightFormat]:
-    """The formats by the dtypes of their codes, which are all that tells a weight's format.
+    """The formats by the dtypes of their codes, which tell a weight's format but for variants.
 
     Raises:
         ValueError: two formats have codes of the same dtype.
@@ -53,7 +56,7 @@ def by_dtype(formats: Iterable[WeightFormat]) -> dict[torch.dtype, WeightFormat]
     return found
 
 
-_BY_DTYPE = by_dtype(FORMATS.values())
+_BY_DTYPE = by_dtype(f for f in FORMATS.values() if not f.power_of_two_scales)
 
 
 def format_of(dtype: torch.dtype) -> WeightFormat:
@@ -65,8 +68,22 @@ def format_of(dtype: torch.dtype) -> WeightFormat:
     return _BY_DTYPE[dtype]
 
 
+def mark(parameter: torch.Tensor, format_: WeightFormat) -> None:
+    """Note that an engine's codes are of a variant, which their dtype does not tell."""
+    if format_.power_of_two_scales:
+        parameter.fp8rl_format = format_  # type: ignore[attr-defined]
+
+
+def marked_format(parameter: torch.Tensor) -> WeightFormat | None:
+    """The variant of these codes, if they are of one."""
+    return getattr(parameter, "fp8rl_format", None)
+
+
 def stored_format(name: str, parameters: Mapping[str, torch.Tensor]) -> WeightFormat:
-    """The format of one of an engine's parameters: told by its dtype and by what lies beside it."""
+    """The format of one of an engine's parameters: told by its mark, its dtype, and by what lies
+    beside it."""
+    if (marked := marked_format(parameters[name])) is not None:
+        return marked
     dtype = parameters[name].dtype
     for format_ in ENGINE_ONLY:
         if dtype in format_.dtypes and all(name + s in parameters for s in format_.suffixes):

@@ -7,12 +7,14 @@ import torch
 from sgl_fp8rl.formats.weight_format import (
     FP8_CAPABILITIES,
     NOT_FINITE,
+    NOT_POWERS,
     Encoded,
     TensorSpec,
     WeightFormat,
 )
 from sgl_fp8rl.ops.reference import (
     BLOCK,
+    EXPONENT,
     FP8_DTYPE,
     LARGEST_SCALE,
     dequantize_weight,
@@ -59,7 +61,7 @@ class BlockFP8(WeightFormat):
 
     def encode(self, weight: torch.Tensor) -> Encoded:
         try:
-            codes_NK, scale_inv_nk = quantize_weight(weight)
+            codes_NK, scale_inv_nk = quantize_weight(weight, power_of_two=self.power_of_two_scales)
         except ValueError as error:
             raise ValueError(NOT_FINITE) from error
         if not bool((scale_inv_nk <= LARGEST_SCALE).all()):
@@ -82,3 +84,18 @@ class BlockFP8(WeightFormat):
                 "holds a scale that is not positive; send amax / 448, and a positive number for a "
                 "block of zeros"
             )
+
+
+class BlockFP8UE8M0(BlockFP8):
+    """The same with scales that are powers of two, and activations with such scales."""
+
+    name = "block-fp8-ue8m0"
+    power_of_two_scales = True
+    checkpoint = {**BlockFP8.checkpoint, "scale_fmt": "ue8m0"}  # noqa: RUF012  (as above)
+
+    def check_values(self, suffix: str, values: torch.Tensor) -> None:
+        super().check_values(suffix, values)
+        if suffix == SCALES and bool(
+            (values.float().contiguous().view(torch.int32) & ~EXPONENT).any()
+        ):
+            raise ValueError(NOT_POWERS)

@@ -41,13 +41,14 @@ def describe_copy(
     positive: bool = False,
     tag: int = 0,
     kept: Span | None = None,
+    power_of_two: bool = False,
 ) -> Iterator[CopyDescriptor]:
     """A copy of one box to another, cut into matrices: one descriptor for each.
 
     Args:
         src, dst: boxes of equal sizes; dimensions of length 1 may stand on one side only.
         scales: None where nothing is quantized.
-        segment, positive, tag, kept: see ``CopyDescriptor``.
+        segment, positive, tag, kept, power_of_two: see ``CopyDescriptor``.
     """
     dimensions = _dimensions(src, dst, source.strides, target.strides)
     scale_steps: list[int] = []
@@ -77,6 +78,7 @@ def describe_copy(
         positive=positive,
         tag=tag,
         kept=kept,
+        power_of_two=power_of_two,
     )
     for index in product(*(range(length) for length, _, _ in lead)):
         yield first._replace(

@@ -14,6 +14,10 @@ NOT_FINITE = (
     "holds NaN or Inf, or numbers too large for FP8 with a scale up to 2**48; check the trainer's "
     "weights before the update"
 )
+NOT_POWERS = (
+    "holds a scale that is not a power of two up to 2**48; round amax / 448 up to one before the "
+    "weight is divided by it, or send it unquantized"
+)
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a trainer holds weights in; each can be encoded in any format."""
 FP8_CAPABILITIES = ((8, 9), (99, 9))
@@ -47,8 +51,8 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    """Dtypes that codes can have, and those of no other format that updates carry. Those of
-    companions are among those of all formats."""
+    """Dtypes that codes can have, and those of no other format that updates carry but a variant's.
+    Those of companions are among those of all formats."""
     headers: ClassVar[tuple[str, ...]] = ()
     """Names of ``dtypes`` in the headers of safetensors files; empty where no update carries it."""
     suffixes: ClassVar[tuple[str, ...]] = ()
@@ -58,6 +62,9 @@ class WeightFormat(ABC):
     """Rows and columns that share an element of a companion: a matrix may be cut at multiples."""
     capabilities: ClassVar[tuple[tuple[int, int], tuple[int, int]]] = ((0, 0), (99, 9))
     """Compute capabilities of the GPUs whose kernels take it: the least and the most."""
+    power_of_two_scales: ClassVar[bool] = False
+    """Whether scales of weights and activations are rounded up to powers of two. Codes of such a
+    variant are told by ``mark``, not by their dtype, which is that of another format."""
     checkpoint: ClassVar[Mapping[str, Any]] = {}
     """What readers of a checkpoint in the format look for in its ``quantization_config``, but for
     the list of layers that are not in it."""

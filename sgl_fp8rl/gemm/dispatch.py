@@ -32,13 +32,23 @@ class Choices:
         kernels = (CANDIDATES[entry.kernel].bind(entry.config) for entry in entries)
         return cls(tuple(entry.m for entry in entries), (*kernels, stock))
 
+    @classmethod
+    def untuned(cls) -> "Choices":
+        """Triton's kernel at any number of rows and on any GPU."""
+        return cls((), (CANDIDATES["triton"].bind({}),))
+
     def kernel(self, m: int) -> Kernel:
         """The kernel for a batch of ``m`` rows."""
         return self.kernels[bisect_left(self.bounds, m)]
 
 
 def quantized(
-    x: torch.Tensor, x_MK: torch.Tensor, *, by_row: bool = False, within: Channels | None = None
+    x: torch.Tensor,
+    x_MK: torch.Tensor,
+    *,
+    by_row: bool = False,
+    within: Channels | None = None,
+    power_of_two: bool = False,
 ) -> Quantized:
     """Codes and scales of ``x`` (``x_MK`` is a view of it): those that its producer attached.
 
@@ -47,6 +57,7 @@ def quantized(
     Args:
         by_row: layout of the scales (``Quantized``).
         within: where the channels lie among zeros.
+        power_of_two: round scales up to powers of two, as producers do for this layer.
     """
     ready = attached(x, within)
     shape = x_MK.shape if within is None else (len(x_MK), within.size)
@@ -54,7 +65,7 @@ def quantized(
         return ready
     from sgl_fp8rl.ops.activation_triton import quantize_tokens  # Triton, and a GPU
 
-    return quantize_tokens(x_MK, by_row=by_row, within=within)
+    return quantize_tokens(x_MK, by_row=by_row, within=within, power_of_two=power_of_two)
 
 
 def linear(
@@ -63,11 +74,14 @@ def linear(
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
     within: Channels | None = None,
+    *,
+    power_of_two: bool = False,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` of a block-FP8 ``layer``: BF16 ``[..., K]`` to ``[..., N]``.
 
     Args:
         within: where the columns lie in the storage of the weight, if they are padded.
+        power_of_two: the scales of activations are powers of two.
     """
     weight_NK = layer.weight
     n = weight_NK.shape[0]
@@ -75,7 +89,7 @@ def linear(
     m = x_MK.shape[0]
     if m == 0:  # an idle rank's batch
         return x.new_empty((*x.shape[:-1], n))
-    codes_MK, scales_Mk = quantized(x, x_MK, within=within)
+    codes_MK, scales_Mk = quantized(x, x_MK, within=within, power_of_two=power_of_two)
     y_MN = choices.kernel(m)(codes_MK, scales_Mk, weight_NK, layer.weight_scale_inv)
     if bias is not None:
         y_MN += bias

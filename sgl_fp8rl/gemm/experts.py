@@ -72,7 +72,8 @@ def experts(
         BF16 ``[M, H]``: x itself if SGLang's layer works in place.
     """
     config = layer.moe_runner_config
-    tokens = quantized(x_MH, x_MH, by_row=True)
+    power_of_two = layer.quant_method.format.power_of_two_scales
+    tokens = quantized(x_MH, x_MH, by_row=True, power_of_two=power_of_two)
     if config.inplace:
         detach(x_MH)  # torch does not see the kernels write
     out_MH = x_MH if config.inplace else torch.empty_like(x_MH)
@@ -105,7 +106,8 @@ def _tiled_experts(
     )
     gate_up_R2I = out_MH.new_empty((M * T, w13.shape[1]))
     expert_gemm(tokens, w13, layer.w13_weight_scale_inv, gate_up_R2I, routes, T, up_tiles)
-    hidden = silu_mul_codes(gate_up_R2I, by_row=True)
+    power_of_two = layer.quant_method.format.power_of_two_scales
+    hidden = silu_mul_codes(gate_up_R2I, by_row=True, power_of_two=power_of_two)
     del gate_up_R2I  # most of a prefill's memory; free it for what follows
     down_MTH = out_MH.new_empty((M, T, w2.shape[1]))
     expert_gemm(hidden, w2, layer.w2_weight_scale_inv, down_MTH, routes, 1, down_tiles)

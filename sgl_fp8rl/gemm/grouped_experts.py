@@ -50,7 +50,8 @@ def grouped_experts(
     rows, expert_P, place_R = sort_rows(tokens, places, ids_MT.shape[1])
     gate_up_P2I = _grouped_gemm(rows, w13, layer.w13_weight_scale_inv, expert_P)
     del rows  # free a prefill's memory for what follows
-    hidden = silu_mul_codes(gate_up_P2I)
+    power_of_two = layer.quant_method.format.power_of_two_scales
+    hidden = silu_mul_codes(gate_up_P2I, power_of_two=power_of_two)
     del gate_up_P2I
     down_PH = _grouped_gemm(hidden, w2, layer.w2_weight_scale_inv, expert_P)
     return sum_rows(down_PH, place_R, weights_MT, factor, out_MH)
@@ -83,7 +84,9 @@ def compile_grouped(layer: Any, T: int, largest: int) -> None:
     x_MH = torch.zeros(least, layer.w2_weight.shape[1], dtype=torch.bfloat16, device=device)
     ids_MT = (torch.arange(least * T, device=device).view(least, T) % E).int()
     weights_MT = torch.ones(least, T, device=device)
-    grouped_experts(layer, quantize_tokens(x_MH, by_row=True), weights_MT, ids_MT, 1.0, x_MH)
+    power_of_two = layer.quant_method.format.power_of_two_scales
+    tokens = quantize_tokens(x_MH, by_row=True, power_of_two=power_of_two)
+    grouped_experts(layer, tokens, weights_MT, ids_MT, 1.0, x_MH)
     torch.cuda.empty_cache()
 
 

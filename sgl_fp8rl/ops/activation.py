@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_DTYPE, FP8_MAX
+from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_DTYPE, FP8_MAX, scale_of
 
 INVERSE_MAX = float(torch.tensor(1 / FP8_MAX, dtype=torch.float32, device="cpu"))
 """1 / 448 in FP32: SGLang multiplies by it where the definition of a scale divides."""
@@ -91,7 +91,11 @@ def _state(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def quantize_tokens(
-    x_MK: torch.Tensor, *, by_row: bool = False, within: Channels | None = None
+    x_MK: torch.Tensor,
+    *,
+    by_row: bool = False,
+    within: Channels | None = None,
+    power_of_two: bool = False,
 ) -> Quantized:
     """Quantize to one scale for each token and 128 channels.
 
@@ -99,6 +103,8 @@ def quantize_tokens(
         x_MK: BF16 with contiguous rows.
         by_row: layout of the scales (``Quantized``).
         within: where K lie among zeros; without it there are none.
+        power_of_two: round scales up to powers of two; then a division is exact, and the bytes are
+            those of ``reference.quantize_activation``, but for NaN.
 
     Raises:
         ValueError: another dtype or layout, or K with its zeros is not a multiple of 128.
@@ -109,11 +115,16 @@ def quantize_tokens(
     M, K = x_MK.shape
     x_MkB = x_MK.float().unflatten(-1, (-1, BLOCK))
     amax_Mk = x_MkB.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp(min=AMAX_FLOOR)
-    quotient = x_MkB * (FP8_MAX * _reciprocal(amax_Mk)).unsqueeze(-1)
+    if power_of_two:
+        scales_Mk = scale_of(amax_Mk, power_of_two=True)
+        quotient = x_MkB * (1 / scales_Mk).unsqueeze(-1)
+    else:
+        scales_Mk = amax_Mk * INVERSE_MAX
+        quotient = x_MkB * (FP8_MAX * _reciprocal(amax_Mk)).unsqueeze(-1)
     quotient = torch.where(quotient < FP8_MAX, quotient, FP8_MAX)  # NaN too
     quantized = empty_quantized(M, K, x_MK.device, by_row=by_row)
     quantized.codes_MK.copy_(quotient.clamp(min=-FP8_MAX).flatten(-2).to(FP8_DTYPE))
-    quantized.scales_Mk.copy_(amax_Mk * INVERSE_MAX)
+    quantized.scales_Mk.copy_(scales_Mk)
     return quantized
 
 
@@ -125,6 +136,7 @@ def rms_norm_quantize(
     *,
     by_row: bool = False,
     within: Channels | None = None,
+    power_of_two: bool = False,
 ) -> tuple[torch.Tensor, Quantized]:
     """RMSNorm of ``x`` or of ``x + residual``, and its codes.
 
@@ -136,6 +148,7 @@ def rms_norm_quantize(
         residual_MK: BF16; it becomes ``x + residual``, and x becomes y.
         by_row: layout of the scales (``Quantized``).
         within: where the codes lie among zeros.
+        power_of_two: as of ``quantize_tokens``.
 
     Returns:
         y_MK BF16 (x itself if there is a residual), and its quantization.
@@ -153,11 +166,12 @@ def rms_norm_quantize(
     y_MK = (h_MK * torch.rsqrt(mean_M1 + eps) * weight_K.float()).to(x_MK.dtype)
     if residual_MK is not None:
         y_MK = x_MK.copy_(y_MK)
-    return y_MK, quantize_tokens(y_MK, by_row=by_row, within=within)
+    options = {"by_row": by_row, "power_of_two": power_of_two}
+    return y_MK, quantize_tokens(y_MK, within=within, **options)
 
 
 def silu_mul_quantize(
-    gate_up_M2I: torch.Tensor, *, within: Channels | None = None
+    gate_up_M2I: torch.Tensor, *, within: Channels | None = None, power_of_two: bool = False
 ) -> tuple[torch.Tensor, Quantized]:
     """``silu(gate) * up``, and its codes.
 
@@ -166,6 +180,7 @@ def silu_mul_quantize(
 
     Args:
         within: where the codes lie among zeros.
+        power_of_two: as of ``quantize_tokens``.
 
     Returns:
         y_MI BF16, and its quantization.
@@ -176,16 +191,20 @@ def silu_mul_quantize(
     check(gate_up_M2I, halves=2, within=within)
     gate, up = gate_up_M2I.float().chunk(2, dim=-1)
     y_MI = (gate * _reciprocal(1 + torch.exp(-gate)) * up).to(gate_up_M2I.dtype)
-    return y_MI, quantize_tokens(y_MI, within=within)
+    return y_MI, quantize_tokens(y_MI, within=within, power_of_two=power_of_two)
 
 
-def silu_mul_codes(gate_up_M2I: torch.Tensor, *, by_row: bool = False) -> Quantized:
+def silu_mul_codes(
+    gate_up_M2I: torch.Tensor, *, by_row: bool = False, power_of_two: bool = False
+) -> Quantized:
     """``silu_mul_quantize`` without y.
 
     Args:
         by_row: layout of the scales (``Quantized``).
+        power_of_two: as of ``quantize_tokens``.
     """
-    return quantize_tokens(silu_mul_quantize(gate_up_M2I)[0], by_row=by_row)
+    y_MI, _ = silu_mul_quantize(gate_up_M2I)
+    return quantize_tokens(y_MI, by_row=by_row, power_of_two=power_of_two)
 
 
 def check(x_MK: torch.Tensor, *, halves: int = 1, within: Channels | None = None) -> None:

@@ -25,6 +25,7 @@ from sgl_fp8rl.ops.activation import (
     empty_quantized,
 )
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_MAX
+from sgl_fp8rl.ops.weight_quant_triton import power_of_two_scale
 
 _GROUPS = 8
 """Groups of 128 channels per program, for kernels without a reduction over a row."""
@@ -36,19 +37,24 @@ _MAX_WARPS = 32
 
 
 def quantize_tokens(
-    x_MK: torch.Tensor, *, by_row: bool = False, within: Channels | None = None
+    x_MK: torch.Tensor,
+    *,
+    by_row: bool = False,
+    within: Channels | None = None,
+    power_of_two: bool = False,
 ) -> Quantized:
     """``activation.quantize_tokens`` on the current stream; there is what it takes and raises."""
     check(x_MK, within=within)
     M, K = x_MK.shape
     lead, size = within or (0, K)
     quantized = empty_quantized(M, size, x_MK.device, by_row=by_row)
-    _launch_tiles(_quantize_tiles, x_MK, (), quantized, _PLAIN_GROUPS_OF_WARP, lead, K)
+    placed = lead, K, power_of_two
+    _launch_tiles(_quantize_tiles, x_MK, (), quantized, _PLAIN_GROUPS_OF_WARP, *placed)
     return quantized
 
 
 def silu_mul_quantize(
-    gate_up_M2I: torch.Tensor, *, within: Channels | None = None
+    gate_up_M2I: torch.Tensor, *, within: Channels | None = None, power_of_two: bool = False
 ) -> tuple[torch.Tensor, Quantized]:
     """``activation.silu_mul_quantize`` on the current stream; there is what it takes and raises."""
     check(gate_up_M2I, halves=2, within=within)
@@ -56,16 +62,20 @@ def silu_mul_quantize(
     y_MI = gate_up_M2I.new_empty((M, I))
     lead, size = within or (0, I)
     quantized = empty_quantized(M, size, gate_up_M2I.device)
-    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (y_MI,), quantized, _GROUPS_OF_WARP, lead, I)
+    placed = lead, I, power_of_two
+    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (y_MI,), quantized, _GROUPS_OF_WARP, *placed)
     return y_MI, quantized
 
 
-def silu_mul_codes(gate_up_M2I: torch.Tensor, *, by_row: bool = False) -> Quantized:
+def silu_mul_codes(
+    gate_up_M2I: torch.Tensor, *, by_row: bool = False, power_of_two: bool = False
+) -> Quantized:
     """``activation.silu_mul_codes`` on the current stream; there is what it takes and raises."""
     check(gate_up_M2I, halves=2)
     M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2  # noqa: E741
     quantized = empty_quantized(M, I, gate_up_M2I.device, by_row=by_row)
-    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (None,), quantized, _GROUPS_OF_WARP, 0, I)
+    placed = 0, I, power_of_two
+    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (None,), quantized, _GROUPS_OF_WARP, *placed)
     return quantized
 
 
@@ -77,6 +87,7 @@ def rms_norm_quantize(
     *,
     by_row: bool = False,
     within: Channels | None = None,
+    power_of_two: bool = False,
 ) -> tuple[torch.Tensor, Quantized]:
     """``activation.rms_norm_quantize`` on the current stream; there is what it takes and raises."""
     check_norm(x_MK, weight_K, residual_MK, within)
@@ -105,6 +116,7 @@ def rms_norm_quantize(
                 LEAD=lead,
                 LENGTH=K,
                 ADD=residual_MK is not None,
+                POWER_OF_TWO=power_of_two,
                 **_options(x_MK.device, warps),
             )
     return y_MK, quantized
@@ -118,6 +130,7 @@ def _launch_tiles(
     groups_of_warp: int,
     lead: int,
     length: int,
+    power_of_two: bool,
 ) -> None:
     M, K = quantized.codes_MK.shape
     tiles = triton.cdiv(K // BLOCK, _GROUPS)
@@ -134,6 +147,7 @@ def _launch_tiles(
                 GROUPS=_GROUPS,
                 LEAD=lead,
                 LENGTH=length,
+                POWER_OF_TWO=power_of_two,
                 **_options(x.device, max(_GROUPS // groups_of_warp, 1)),
             )
 
@@ -210,6 +224,7 @@ def _store_quantized(
     token_stride: tl.tensor,
     group_stride: tl.tensor,
     K: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
     """Quantize ``y`` [groups, 128], BF16 values of one row, and store codes and scales."""
@@ -217,13 +232,18 @@ def _store_quantized(
     values = y.to(tl.float32)
     magnitude = tl.where(values == values, tl.abs(values), 0.0)
     amax = tl.maximum(tl.max(magnitude, 1), _FLOOR)
-    quotient = values * (_reciprocal(amax, INTERPRETED) * _LARGEST)[:, None]
+    if POWER_OF_TWO:
+        scale = power_of_two_scale(amax)
+        quotient = values * tl.div_rn(1.0, scale)[:, None]
+    else:
+        scale = amax * _INVERSE
+        quotient = values * (_reciprocal(amax, INTERPRETED) * _LARGEST)[:, None]
     # One clamp, also for NaN: rounding undoes everything below -448.
     quotient = tl.where(quotient < _LARGEST, quotient, _LARGEST)
     col = group[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
     tl.store(codes + row * K + col, quotient.to(tl.float8e4nv), mask=inside[:, None])
     place = scales + row * token_stride + group * group_stride
-    tl.store(place, amax * _INVERSE, mask=inside)
+    tl.store(place, scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["group_stride"])
@@ -239,6 +259,7 @@ def _quantize_tiles(
     GROUPS: tl.constexpr,
     LEAD: tl.constexpr,
     LENGTH: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
@@ -251,7 +272,9 @@ def _quantize_tiles(
     values = tl.load(x + row * row_stride + col, mask=inside, other=0.0)
     if OVERLAP:
         gdc_launch_dependents()
-    _store_quantized(values, codes, scales, row, group, token_stride, group_stride, K, INTERPRETED)
+    _store_quantized(
+        values, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO, INTERPRETED
+    )
 
 
 @triton.jit(do_not_specialize=["group_stride"])
@@ -268,6 +291,7 @@ def _silu_mul_tiles(
     GROUPS: tl.constexpr,
     LEAD: tl.constexpr,
     LENGTH: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
@@ -286,7 +310,9 @@ def _silu_mul_tiles(
     product = (gate * sigmoid * up).to(tl.bfloat16)
     if y is not None:
         tl.store(y + row * LENGTH + col, product, mask=inside)
-    _store_quantized(product, codes, scales, row, group, token_stride, group_stride, K, INTERPRETED)
+    _store_quantized(
+        product, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO, INTERPRETED
+    )
 
 
 @triton.jit(do_not_specialize=["group_stride"])
@@ -308,6 +334,7 @@ def _norm_rows(
     LEAD: tl.constexpr,
     LENGTH: tl.constexpr,
     ADD: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
@@ -329,4 +356,6 @@ def _norm_rows(
     mean = tl.div_rn(tl.sum(tl.sum(h * h, 1), 0), LENGTH * 1.0)
     product = (h * tl.rsqrt(mean + eps) * gain).to(tl.bfloat16)
     tl.store(y + row * y_stride + col, product, mask=inside)
-    _store_quantized(product, codes, scales, row, group, token_stride, group_stride, K, INTERPRETED)
+    _store_quantized(
+        product, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO, INTERPRETED
+    )

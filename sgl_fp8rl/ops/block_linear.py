@@ -29,12 +29,15 @@ def linear(
     codes_NK: torch.Tensor,
     scale_inv_nk: torch.Tensor,
     bias_N: torch.Tensor | None = None,
+    *,
+    power_of_two: bool = False,
 ) -> torch.Tensor:
     """``x @ weight.T + bias``: ``[M, N]`` in the dtype of x.
 
     Args:
         x_MK: contiguous.
         codes_NK: N and K are whole blocks.
+        power_of_two: round the scales of activations up to powers of two.
 
     Raises:
         ValueError: an activation is NaN or Inf, where the reference computes.
@@ -45,9 +48,9 @@ def linear(
     if product == "reference":
         if not bool(x_MK.isfinite().all()):
             raise ValueError("FP8 quantization met NaN or Inf in activations; check the inputs")
-        return fp8_linear(x_MK, codes_NK, scale_inv_nk, bias_N)
+        return fp8_linear(x_MK, codes_NK, scale_inv_nk, bias_N, power_of_two=power_of_two)
     multiply = _by_deep_gemm if product == "deep_gemm" else _by_torch
-    y_MN = multiply(_codes_of(x_MK), codes_NK, scale_inv_nk)
+    y_MN = multiply(_codes_of(x_MK, power_of_two=power_of_two), codes_NK, scale_inv_nk)
     return y_MN if bias_N is None else y_MN.add_(bias_N)
 
 
@@ -56,6 +59,8 @@ def linear_by_expert(
     counts_E: Sequence[int],
     codes_ENK: torch.Tensor,
     scale_inv_Enk: torch.Tensor,
+    *,
+    power_of_two: bool = False,
 ) -> torch.Tensor:
     """``linear`` of each expert's rows: ``[R, N]``.
 
@@ -63,9 +68,9 @@ def linear_by_expert(
         counts_E: rows of each expert; they are R together.
     """
     if product_of(x_RK) == "deep_gemm" and len(x_RK):
-        return _grouped(x_RK, counts_E, codes_ENK, scale_inv_Enk)
+        return _grouped(x_RK, counts_E, codes_ENK, scale_inv_Enk, power_of_two)
     parts = zip(x_RK.split(list(counts_E)), codes_ENK, scale_inv_Enk, strict=True)
-    return torch.cat([linear(*part) for part in parts])
+    return torch.cat([linear(*part, power_of_two=power_of_two) for part in parts])
 
 
 def input_gradient(
@@ -131,10 +136,10 @@ def _deep_gemm() -> Any:
     return deep_gemm if hasattr(deep_gemm, "fp8_gemm_nt") else None
 
 
-def _codes_of(x_MK: torch.Tensor) -> Quantized:
+def _codes_of(x_MK: torch.Tensor, *, power_of_two: bool) -> Quantized:
     from sgl_fp8rl.ops.activation_triton import quantize_tokens  # Triton, and a GPU
 
-    return quantize_tokens(x_MK)
+    return quantize_tokens(x_MK, power_of_two=power_of_two)
 
 
 def _by_deep_gemm(x: Quantized, codes_NK: torch.Tensor, scale_inv_nk: torch.Tensor) -> torch.Tensor:
@@ -167,6 +172,7 @@ def _grouped(
     counts_E: Sequence[int],
     codes_ENK: torch.Tensor,
     scale_inv_Enk: torch.Tensor,
+    power_of_two: bool,
 ) -> torch.Tensor:
     counts = torch.tensor(counts_E)
     padded = (counts + BLOCK - 1) // BLOCK * BLOCK
@@ -176,8 +182,9 @@ def _grouped(
     x_PK = x_RK.new_zeros((len(expert_P), x_RK.shape[1]))
     x_PK[place_R] = x_RK
     y_PN = x_RK.new_empty((len(expert_P), codes_ENK.shape[1]))
+    tokens = tuple(_codes_of(x_PK, power_of_two=power_of_two))
     _deep_gemm().m_grouped_fp8_gemm_nt_contiguous(
-        tuple(_codes_of(x_PK)), (codes_ENK, scale_inv_Enk), y_PN, expert_P.to(x_RK.device)
+        tokens, (codes_ENK, scale_inv_Enk), y_PN, expert_P.to(x_RK.device)
     )
     return y_PN[place_R]
 

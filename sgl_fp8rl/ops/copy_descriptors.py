@@ -49,6 +49,8 @@ class CopyDescriptor(NamedTuple):
     kept: tuple[int, int] | None = None
     """Of whole rows with a scale each (``channel_triton``): the columns that are written;
     ``target`` is where the row's first one would go. None where blocks have scales, or nothing."""
+    power_of_two: bool = False
+    """The scales that are made, or copied, are powers of two."""
 
 
 COLUMNS = np.dtype(
@@ -87,6 +89,7 @@ class CopyGroup:
     source_dtype: torch.dtype
     target_dtype: torch.dtype
     positive: bool
+    power_of_two: bool
     full: bool
     """All tiles are whole and aligned."""
 
@@ -117,12 +120,11 @@ def interleave(
 
 def group_descriptors(descriptors: Iterable[CopyDescriptor]) -> Iterator[CopyGroup]:
     """Sort copies by kind; one launch can carry out a group."""
-    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[CopyDescriptor]] = defaultdict(list)
-    for descriptor in descriptors:
-        kinds[descriptor.source_dtype, descriptor.target_dtype, descriptor.positive].append(
-            descriptor
-        )
-    for (source, target, positive), kind in kinds.items():
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[CopyDescriptor]]
+    kinds = defaultdict(list)
+    for each in descriptors:
+        kinds[each.source_dtype, each.target_dtype, each.positive, each.power_of_two].append(each)
+    for (source, target, positive, power_of_two), kind in kinds.items():
         table = np.array([(0, 0, *descriptor[:9], descriptor.tag) for descriptor in kind], COLUMNS)
         sizes = source.itemsize, target.itemsize
         if not table["scales"].any():
@@ -135,7 +137,7 @@ def group_descriptors(descriptors: Iterable[CopyDescriptor]) -> Iterator[CopyGro
                 tiles = -(-subset["rows"] // BLOCK) * across
                 subset["first_tile"] = np.cumsum(tiles) - tiles
                 subset["tiles_across"] = across
-                yield CopyGroup(subset, tiles, source, target, positive, is_full)
+                yield CopyGroup(subset, tiles, source, target, positive, power_of_two, is_full)
 
 
 def _flatten(table: DescriptorTable, source_size: int, target_size: int) -> DescriptorTable:

@@ -129,7 +129,9 @@ def _row(box: CopyDescriptor) -> tuple[int, ...]:
         stored * box.target_stride,
         size,
         stored,
-        _NO_SCALE | 1 << 32 if box.positive else _NOT_FINITE[box.target_dtype],
+        _NO_SCALE | 1 << 32 | box.power_of_two << 33
+        if box.positive
+        else _NOT_FINITE[box.target_dtype],
         box.tag,
     )
 
@@ -171,7 +173,8 @@ def _scatter(
             magnitude = bits & ((1 << (8 * stored - 1)) - 1)
             limit = tl.load(box + 8)
             not_positive = (limit >> 32 != 0) & ((bits == 0) | (bits != magnitude))
-            bad = here & ((magnitude >= (limit & 0xFFFFFFFF)) | not_positive)
+            uneven = (limit >> 33 != 0) & (bits & 0x7FFFFF != 0)
+            bad = here & ((magnitude >= (limit & 0xFFFFFFFF)) | not_positive | uneven)
             if tl.max(bad.to(tl.int32)) > 0:
                 tl.atomic_min(status, tl.load(box + 9), sem="relaxed")
         else:

@@ -1,7 +1,9 @@
 """Block FP8 in plain torch: the reference for every kernel, and the arithmetic of the CPU platform.
 
 Weights carry one FP32 scale for each 128x128 block, activations one for each token and 128
-channels (the DeepSeek-V3 scheme, arXiv 2412.19437 section 3.3). A value is ``code * scale``.
+channels (the DeepSeek-V3 scheme, arXiv 2412.19437 section 3.3). A value is ``code * scale``. Scales
+may be rounded up to powers of two, all that the OCP Microscaling specification's E8M0 holds: as by
+``ceil_to_ue8m0`` of DeepGEMM, which needs them on Blackwell.
 
 Shape suffixes: M tokens, N output features, K input features; n, k = N, K in blocks of 128
 (the last block may be ragged). Leading dimensions, such as experts, come before the suffix.
@@ -21,15 +23,30 @@ LARGEST_SCALE = 2.0**48
 scales fits FP32: 448 ** 2 * 2 ** 96, times 4096 channels, is below 2 ** 126."""
 
 
+EXPONENT, CARRY = 0x7F800000, 0x1FFFFF
+"""The exponent of FP32, and what carries into it from every mantissa above that of 448."""
+
+
 def num_blocks(size: int) -> int:
     """How many blocks of 128 cover ``size`` elements."""
     return -(-size // BLOCK)
 
 
-def scale_of(amax: torch.Tensor, largest: float = FP8_MAX) -> torch.Tensor:
-    """``amax / largest``, FP32 and positive; NaN or Inf where that is."""
+def scale_of(
+    amax: torch.Tensor, largest: float = FP8_MAX, *, power_of_two: bool = False
+) -> torch.Tensor:
+    """``amax / largest``, FP32 and positive; NaN or Inf where that is.
+
+    Args:
+        power_of_two: instead, the smallest power of two that is not below ``amax / 448``; Inf where
+            amax is NaN.
+    """
+    amax = amax.clamp(min=AMAX_FLOOR)
+    if power_of_two:  # 448 is 1.75 * 2**8: nothing is rounded, so all devices agree
+        bits = (amax * 2.0**-8).contiguous().view(torch.int32)
+        return ((bits + CARRY) & EXPONENT).view(torch.float32)
     # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp apart.
-    return amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)
+    return amax / torch.full_like(amax, largest)
 
 
 def encode(scaled: torch.Tensor) -> torch.Tensor:
@@ -46,11 +63,14 @@ def _spread(scale: torch.Tensor, rows: int | None, cols: int) -> torch.Tensor:
     return scale
 
 
-def quantize_weight(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(
+    weight_NK: torch.Tensor, *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize to one scale for each 128x128 block.
 
     Args:
         weight_NK: BF16, FP16 or FP32, ``[..., N, K]``.
+        power_of_two: round scales up to powers of two.
 
     Returns:
         ``codes_NK`` float8_e4m3fn of the same shape, and ``scale_inv_nk`` FP32
@@ -65,7 +85,7 @@ def quantize_weight(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     padded = F.pad(weight, pad) if any(pad) else weight
     blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     # [..., n, 128, k, 128] -> [..., n, k]
-    scale_inv_nk = scale_of(blocks.abs().amax(dim=(-1, -3)))
+    scale_inv_nk = scale_of(blocks.abs().amax(dim=(-1, -3)), power_of_two=power_of_two)
     if not torch.isfinite(scale_inv_nk).all():
         raise ValueError("FP8 quantization met NaN or Inf; check the trainer's weights")
     return encode(weight / _spread(scale_inv_nk, rows, cols)), scale_inv_nk
@@ -79,11 +99,14 @@ def dequantize_weight(
     return (codes_NK.float() * _spread(scale_inv_nk, rows, cols)).to(dtype)
 
 
-def quantize_activation(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_activation(
+    x_MK: torch.Tensor, *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize to one scale for each token and 128 channels.
 
     Args:
         x_MK: BF16, FP16 or FP32, ``[..., M, K]``.
+        power_of_two: round scales up to powers of two.
 
     Returns:
         ``codes_MK`` float8_e4m3fn and ``scales_Mk`` FP32 ``[..., M, ceil(K/128)]``. Where an
@@ -92,7 +115,8 @@ def quantize_activation(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     cols = x_MK.shape[-1]
     x = x_MK.float()
     padded = F.pad(x, (0, -cols % BLOCK)) if cols % BLOCK else x
-    scales_Mk = scale_of(padded.unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1))
+    amax_Mk = padded.unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1)
+    scales_Mk = scale_of(amax_Mk, power_of_two=power_of_two)
     return encode(x / _spread(scales_Mk, None, cols)), scales_Mk
 
 
@@ -108,13 +132,18 @@ def fp8_linear(
     codes_NK: torch.Tensor,
     scale_inv_nk: torch.Tensor,
     bias_N: torch.Tensor | None = None,
+    *,
+    power_of_two: bool = False,
 ) -> torch.Tensor:
     """What a W8A8 block GEMM computes, in FP32: ``dequant(quant(x)) @ dequant(W).T + bias``.
+
+    Args:
+        power_of_two: round the scales of activations up to powers of two.
 
     Returns:
         ``[..., M, N]`` in the dtype of ``x_MK``.
     """
-    x = dequantize_activation(*quantize_activation(x_MK))
+    x = dequantize_activation(*quantize_activation(x_MK, power_of_two=power_of_two))
     y = x @ dequantize_weight(codes_NK, scale_inv_nk).T
     if bias_N is not None:
         y = y + bias_N.float()

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.errors import TritonError
 
 from sgl_fp8rl.ops.copy_descriptors import COLUMNS, CopyDescriptor, group_descriptors
-from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_MAX, LARGEST_SCALE
+from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, CARRY, EXPONENT, FP8_MAX, LARGEST_SCALE
 
 _NO_TAG = 2**63 - 1
 # No fusion: the compiler must not make FMAs of its own in a division.
@@ -92,6 +92,7 @@ class Launch:
     target_dtype: tl.dtype
     model_dtype: tl.dtype
     positive: bool
+    power_of_two: bool
     full: bool
     _compiled: list[Any] = field(default_factory=list, repr=False, compare=False)
     """The kernel, once it was started: to look it up by its arguments takes longer than to start
@@ -110,7 +111,10 @@ class Launch:
         status.started += self.tiles
         base, several = (bases, self.table) if isinstance(bases, int) else (0, bases)
         arguments = (self.tile_descriptor, self.table, several, base, status.words)
-        kind = (self.source_dtype, self.target_dtype, self.model_dtype, self.positive, self.full)
+        kind = (
+            *(self.source_dtype, self.target_dtype, self.model_dtype),
+            *(self.positive, self.power_of_two, self.full),
+        )
         with torch.cuda.device_of(status.words):  # a kernel starts on the current device
             if self._compiled:
                 self._compiled[0][self.tiles, 1, 1](*arguments, *kind, _STRIPS)
@@ -139,6 +143,7 @@ def compile_descriptors(
             DTYPES[group.target_dtype],
             DTYPES[dtype],
             group.positive,
+            group.power_of_two,
             group.full,
         )
         for group in group_descriptors(descriptors)
@@ -151,15 +156,24 @@ FLOOR = tl.constexpr(AMAX_FLOOR)
 _FIELDS = tl.constexpr(COLUMNS.itemsize // 8)
 # FP32 and BF16 bits as integers: magnitudes are in order, and Inf and NaN are the largest.
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-INF = tl.constexpr(0x7F800000)
+INF = tl.constexpr(EXPONENT)
+_CARRY = tl.constexpr(CARRY)
 TOP_SCALE = tl.constexpr(LARGEST_SCALE)
 _TOP_BITS = tl.constexpr(int(np.float32(FP8_MAX * LARGEST_SCALE).view(np.int32)))
 
 
 @triton.jit
-def _scale_of(top: tl.tensor) -> tl.tensor:
+def power_of_two_scale(amax: tl.tensor) -> tl.tensor:
+    """``reference.scale_of`` with powers of two; amax FP32, ``FLOOR`` at least."""
+    bits = (amax * 0.00390625).to(tl.int32, bitcast=True)
+    return ((bits + _CARRY) & INF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_of(top: tl.tensor, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
     """The scale of a block whose largest magnitude has the FP32 bits ``top``."""
-    return tl.div_rn(tl.maximum(top.to(tl.float32, bitcast=True), FLOOR), _LARGEST)
+    amax = tl.maximum(top.to(tl.float32, bitcast=True), FLOOR)
+    return power_of_two_scale(amax) if POWER_OF_TWO else tl.div_rn(amax, _LARGEST)
 
 
 @triton.jit
@@ -183,11 +197,16 @@ def cast(x: tl.tensor, VALUE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def bits_of(x: tl.tensor, POSITIVE: tl.constexpr) -> tl.tensor:
+def bits_of(x: tl.tensor, POSITIVE: tl.constexpr, POWER_OF_TWO: tl.constexpr = False) -> tl.tensor:
     """The FP32 bits of the magnitudes; Inf for what must be a scale and is none."""
     values = x.to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & _MAGNITUDE
-    return tl.where((values > 0) & (values <= TOP_SCALE), bits, INF) if POSITIVE else bits
+    if POSITIVE:
+        good = (values > 0) & (values <= TOP_SCALE)
+        if POWER_OF_TWO:
+            good &= (bits & 0x7FFFFF) == 0
+        bits = tl.where(good, bits, INF)
+    return bits
 
 
 @triton.jit
@@ -213,6 +232,7 @@ def _quantize_bf16(
     target: tl.tensor,
     source_stride: tl.tensor,
     target_stride: tl.tensor,
+    POWER_OF_TWO: tl.constexpr,
     STRIPS: tl.constexpr,
 ) -> tl.tensor:
     """Quantize a whole, aligned BF16 tile; returns the FP32 bits of its largest magnitude.
@@ -236,7 +256,7 @@ def _quantize_bf16(
         low = tl.maximum(low, strips[k] & 0x7FFF)
         high = tl.maximum(high, strips[k] & _MAGNITUDE)
     top = tl.max(tl.maximum(low << 16, high & 0x7FFF0000))
-    scale = _scale_of(top)
+    scale = _scale_of(top, POWER_OF_TWO)
     for k in tl.static_range(STRIPS):
         pairs = tl.join(strips[k] << 16, strips[k] & -0x10000).to(tl.float32, bitcast=True)
         codes = tl.reshape(divide(pairs, scale).to(tl.float8e4nv), (ROWS, _SIDE))
@@ -253,15 +273,16 @@ def _copy_whole(
     VALUE: tl.constexpr,
     QUANTIZE: tl.constexpr,
     POSITIVE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ) -> tl.tensor:
     """Move a whole, aligned tile; returns the FP32 bits of its largest magnitude."""
     row = tl.arange(0, _SIDE)[:, None].to(tl.int64)
     col = tl.arange(0, _SIDE)[None, :]
     x = tl.load(source + row * source_stride + col)
     x = cast(x, VALUE)
-    top = tl.max(bits_of(x, POSITIVE))
+    top = tl.max(bits_of(x, POSITIVE, POWER_OF_TWO))
     if QUANTIZE:
-        x = _encode(x, _scale_of(top))
+        x = _encode(x, _scale_of(top, POWER_OF_TWO))
     tl.store(target + row * target_stride + col, x)
     return top
 
@@ -277,6 +298,7 @@ def _copy_ragged(
     VALUE: tl.constexpr,
     QUANTIZE: tl.constexpr,
     POSITIVE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     STRIPS: tl.constexpr,
 ) -> tl.tensor:
     """The same of a tile of ``rows`` x ``cols`` anywhere in memory, strip by strip."""
@@ -289,12 +311,12 @@ def _copy_ragged(
         inside = (row < rows) & (col < cols)
         x = tl.load(source + row * source_stride + col, mask=inside, other=1.0 * POSITIVE)
         x = cast(x, VALUE)
-        bits = tl.maximum(bits, bits_of(x, POSITIVE))
+        bits = tl.maximum(bits, bits_of(x, POSITIVE, POWER_OF_TWO))
         if not QUANTIZE:
             tl.store(target + row * target_stride + col, x, mask=inside)
     top = tl.max(bits)
     if QUANTIZE:
-        scale = _scale_of(top)
+        scale = _scale_of(top, POWER_OF_TWO)
         for start in range(0, rows, ROWS):
             row = start + strip
             inside = (row < rows) & (col < cols)
@@ -315,6 +337,7 @@ def _copy_tiles(
     TARGET: tl.constexpr,
     MODEL: tl.constexpr,
     POSITIVE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     FULL: tl.constexpr,
     STRIPS: tl.constexpr,
 ) -> None:
@@ -345,10 +368,17 @@ def _copy_tiles(
         source_stride = tl.multiple_of(source_stride, 16 // SOURCE_SIZE)
         target_stride = tl.multiple_of(target_stride, 16 // TARGET_SIZE)
         if QUANTIZE and SOURCE.is_bf16() and MODEL.is_bf16():
-            top = _quantize_bf16(source, target, source_stride, target_stride, STRIPS)
+            top = _quantize_bf16(source, target, source_stride, target_stride, POWER_OF_TWO, STRIPS)
         else:
             top = _copy_whole(
-                source, target, source_stride, target_stride, VALUE, QUANTIZE, POSITIVE
+                source,
+                target,
+                source_stride,
+                target_stride,
+                VALUE,
+                QUANTIZE,
+                POSITIVE,
+                POWER_OF_TWO,
             )
     else:
         rows = tl.minimum(tl.load(descriptor + 6) - i * _SIDE, _SIDE).to(tl.int32)
@@ -363,11 +393,12 @@ def _copy_tiles(
             VALUE,
             QUANTIZE,
             POSITIVE,
+            POWER_OF_TWO,
             STRIPS,
         )
     if QUANTIZE:
         scales = tl.load(descriptor + 5) + (i * tl.load(descriptor + 10) + j) * 4
-        tl.store(scales.to(tl.pointer_type(tl.float32)), _scale_of(top))
+        tl.store(scales.to(tl.pointer_type(tl.float32)), _scale_of(top, POWER_OF_TWO))
     if top > (_TOP_BITS if QUANTIZE else INF - 1):
         tl.atomic_min(status, tl.load(descriptor + 11), sem="relaxed")
     tl.atomic_add(status + 1, 1, sem="relaxed")

@@ -7,13 +7,14 @@ model's dtype. A GPU engine sums in another order and may differ by an ulp of a 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats import BLOCKS
 from sgl_fp8rl.ops.channel import channel_linear
 from sgl_fp8rl.ops.experts import Weight, fp8_experts
 from sgl_fp8rl.ops.reference import BLOCK, fp8_linear
@@ -47,7 +48,7 @@ def fp8(groups: Iterable[Group]) -> Iterator[None]:
 
 def _linear(module: Any, group: Group) -> Forward:
     codes_NK, scales = _quantized(module.weight, group)
-    linear = fp8_linear if group.format is BLOCK_FP8 else channel_linear
+    linear = _product(group)
 
     def forward(x_MK: torch.Tensor) -> torch.Tensor:
         return linear(x_MK, codes_NK, scales, module.bias)
@@ -57,7 +58,7 @@ def _linear(module: Any, group: Group) -> Forward:
 
 def _experts(module: Any, group: Group) -> Forward:
     check_experts(module, group.name)
-    is_block = group.format is BLOCK_FP8
+    is_block = group.format in BLOCKS
     gate_up_E2IH, down_EHI = module.gate_up_proj.detach(), module.down_proj.detach()
     # gate and up begin with a block each, as in the engine
     rest = -down_EHI.shape[-1] % BLOCK
@@ -65,7 +66,7 @@ def _experts(module: Any, group: Group) -> Forward:
         halves = F.pad(gate_up_E2IH.unflatten(1, (2, -1)), (0, 0, 0, rest))
         gate_up_E2IH, down_EHI = halves.flatten(1, 2), F.pad(down_EHI, (0, rest))
     w13, w2 = _quantized(gate_up_E2IH, group), _quantized(down_EHI, group)
-    linear = fp8_linear if is_block else channel_linear
+    linear = _product(group)
 
     def forward(
         x_MH: torch.Tensor, topk_ids_MT: torch.Tensor, topk_weights_MT: torch.Tensor
@@ -74,6 +75,12 @@ def _experts(module: Any, group: Group) -> Forward:
         return out_MH.to(x_MH.dtype)
 
     return forward
+
+
+def _product(group: Group) -> Forward:
+    if group.format not in BLOCKS:
+        return channel_linear
+    return partial(fp8_linear, power_of_two=group.format.power_of_two_scales)
 
 
 def _quantized(weight: torch.Tensor, group: Group) -> Weight:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8
 from sgl_fp8rl.formats.padding import BF16_BYTES, Shard, fit, fit_experts
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from trainer_bridge import hf_names
@@ -84,7 +84,7 @@ def fp8_groups(
                 found[engine_name].append(module)
     config: Any = model.config
     formats = [format_]
-    if format_ is BLOCK_FP8 and ragged == "channel":
+    if format_ in BLOCKS and ragged == "channel":
         formats.append(CHANNEL_FP8)
     groups, reasons = [], []
     for name, modules in found.items():
@@ -139,7 +139,7 @@ def _why_bf16(
     name: str, modules: list[nn.Module], config: Any, format_: WeightFormat, ragged: str
 ) -> str | None:
     """Why the engine does not keep a layer in the format."""
-    is_padded = format_ is BLOCK_FP8 and ragged == "pad"
+    is_padded = format_ in BLOCKS and ragged == "pad"
     if is_experts(modules[0]):
         *_, down = _matrices(modules[0])
         *_, hidden, size = down.shape

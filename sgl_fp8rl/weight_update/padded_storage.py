@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from sgl_fp8rl.formats import format_of
+from sgl_fp8rl.formats import stored_format
 from sgl_fp8rl.formats.padding import Padding, padding_of
 from sgl_fp8rl.ops.regions import whole
 from sgl_fp8rl.weight_update.routes import Constant, Route, RouteError
@@ -47,7 +47,7 @@ def placed(route: Route, parameters: Mapping[str, torch.Tensor]) -> list[Route]:
 def gaps(parameters: Mapping[str, torch.Tensor]) -> Iterator[Constant]:
     """What padding holds: the codes and companions of zeros."""
     for name, (parameter, padding) in _padded(parameters).items():
-        format_ = format_of(parameter.dtype)
+        format_ = stored_format(name, parameters)
         lead = whole(tuple(parameter.shape[:-2]))
         for suffix, zeros in format_.encode(torch.zeros(1, 1)).items():
             held = padding.in_blocks(format_.block) if suffix else padding

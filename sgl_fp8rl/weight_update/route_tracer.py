@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sgl_fp8rl.formats import QUANTIZED
+from sgl_fp8rl.formats import QUANTIZED, mark, marked_format
 from sgl_fp8rl.ops.regions import Region, as_region
 from sgl_fp8rl.protocol.manifest import TIED_HEAD
 from sgl_fp8rl.weight_update.padded_storage import gaps, placed, unpadded
@@ -218,7 +218,7 @@ def record_routes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ro
     table = RouteTable(
         dict(shapes),
         routes,
-        {name: p.data for name, p in recorder.parameters.items()},
+        {name: _data_of(p) for name, p in recorder.parameters.items()},
         recorder.unrecordable,
         [*dict.fromkeys(recorder.constants), *gaps(recorder.parameters)],
     )
@@ -239,6 +239,13 @@ def _apart(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, p in model.named_parameters()
         if not p.numel() or places.setdefault((p.data_ptr(), p.shape, p.stride()), name) == name
     }
+
+
+def _data_of(parameter: torch.Tensor) -> torch.Tensor:
+    data = parameter.data
+    if (format_ := marked_format(parameter)) is not None:
+        mark(data, format_)
+    return data
 
 
 def _once(routes: list[Route]) -> list[Route]:

@@ -214,7 +214,8 @@ class RouteTable:
             # A rank that keeps nothing of the tensor cannot tell; the ranks that do will.
             kept = self.routes.get(name) or name in self.fallback
             sent = manifest.format_of(name)
-            if sent is not UNQUANTIZED and kept and self.kept_as(name) is not sent:
+            # codes of a variant are codes of the other, too; its values are checked as they come
+            if sent is not UNQUANTIZED and kept and not isinstance(self.kept_as(name), type(sent)):
                 raise ManifestError(
                     f"{name} is {sent.name}, but the engine keeps it in "
                     f"{self.kept_as(name).name}; send it unquantized"

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
-from sgl_fp8rl.formats import UNQUANTIZED
+from sgl_fp8rl.formats import UNQUANTIZED, split_name
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.formats.weight_format import (
     NOT_FINITE,
+    NOT_POWERS,
     ROW,
     WEIGHT_DTYPES,
     TensorSpec,
@@ -117,7 +118,9 @@ class TritonWriter(WeightWriter):
     def finish(self) -> float:
         bad, tiles = self._status.read()
         if bad is not None:
-            raise ValueError(f"{self._names[bad]} {NOT_FINITE}")
+            owner, suffix = split_name(name := self._names[bad])
+            rounded = suffix and self.table.kept_as(owner).power_of_two_scales
+            raise ValueError(f"{name} {NOT_POWERS if rounded else NOT_FINITE}")
         self._check_written(tiles)
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 
@@ -261,6 +264,7 @@ class TritonWriter(WeightWriter):
                 src, dst = clipped
                 format_ = self.table.format_of(route)
                 scales = kept = None
+                stored, _ = self.table.storage_of(route.parameter)
                 if self._quantizes(format_, spec.dtype):
                     kept = src[-1] if format_.block[1] == ROW else None
                     # what is not of this rank is written, too, and zeroed as the update finishes
@@ -278,6 +282,7 @@ class TritonWriter(WeightWriter):
                     positive=self.manifest.is_companion(name),
                     tag=self._tags[name],
                     kept=kept,
+                    power_of_two=stored.power_of_two_scales,
                 )
 
     def _scales(self, route: Route, format_: WeightFormat, dst: Region) -> Scales:

@@ -22,8 +22,6 @@ Array = NDArray[Any]
 Pair = tuple[Array, ...]
 """Codes and scales."""
 BLOCK = oracle.BLOCK
-NO_SCALE = oracle.AMAX_FLOOR / oracle.FP8_MAX
-"""Of a block of zeros, such as padding is made of."""
 
 NOPE, VALUES = 128, 128
 """Rows of a head of MLA: of its keys, but for those that RoPE turns, and of its values."""
@@ -37,20 +35,22 @@ def digests(
     by_row: Collection[str] = (),
     *,
     int8: bool = False,
+    power_of_two: bool = False,
 ) -> list[dict[str, str]]:
     """SHA-256 of each engine parameter by its name, for each rank; see ``parameters_of``.
 
     Args:
         by_row: HF tensors that have a scale for each row, in FP8 or INT8; others have blocks.
+        power_of_two: of blocks, each scale is one.
     """
     tensors = dict(models.named_tensors(checkpoint))
     fp8: dict[str, Pair] = {}
     for name in models.fp8_names(checkpoint):
         weight = tensors.pop(name).float().numpy()
-        is_by_row = name in by_row
-        fp8[name] = (
-            oracle.quantize_rows(weight, int8=int8) if is_by_row else oracle.quantize_weight(weight)
-        )
+        if name in by_row:
+            fp8[name] = oracle.quantize_rows(weight, int8=int8)
+        else:
+            fp8[name] = oracle.quantize_weight(weight, power_of_two=power_of_two)
     bf16 = {name: tensor.view(torch.int16).numpy() for name, tensor in tensors.items()}
     return [
         {name: _sha256(array) for name, array in parameters.items()}
@@ -182,8 +182,15 @@ def cut(parts: Pair, axis: int, rank: int, ranks: int) -> Pair:
     taken = slice(rank * size, (rank + 1) * size)
     return (
         filled(codes, 0, blocks * BLOCK, lead, taken),
-        filled(scales, NO_SCALE, blocks, 0, slice(first, last)),
+        filled(scales, _scale_of_zeros(scales), blocks, 0, slice(first, last)),
     )
+
+
+def _scale_of_zeros(others: Array) -> Array:
+    """Of a block of zeros, such as padding is made of; a power of two where all others are."""
+    fractions, _ = np.frexp(others)
+    zeros = np.zeros((1, 1), np.float32)
+    return oracle.quantize_weight(zeros, power_of_two=bool((fractions == 0.5).all()))[1][0, 0]
 
 
 def _is_by_row(parts: Pair) -> bool:

@@ -13,6 +13,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ logs: set[Path] = set()
 STREAMS: dict[str, Callable[[Path], NamedTensors]] = {
     "bf16": models.named_tensors,
     "fp8": lambda checkpoint: list(models.fp8_stream(checkpoint, quantize_weight)),
+    "ue8m0": lambda checkpoint: list(
+        models.fp8_stream(checkpoint, partial(quantize_weight, power_of_two=True))
+    ),
     "stream": models.framework_stream,
 }
 """What a trainer may send of the same weights: BF16, codes and scales that it made, or an iterator

@@ -85,8 +85,8 @@ def scale_mla(model: Any, factor: float) -> None:
 
 
 def _quantize(weight: torch.Tensor, fmt: str) -> tuple[oracle.Codes | oracle.Int8s, oracle.F32]:
-    if fmt == "block-fp8":
-        return oracle.quantize_weight(weight.numpy())
+    if fmt.startswith("block-fp8"):
+        return oracle.quantize_weight(weight.numpy(), power_of_two=fmt.endswith("ue8m0"))
     return oracle.quantize_rows(weight.numpy(), int8=fmt == "int8")
 
 
@@ -126,7 +126,7 @@ def misroute_expert(tensors: models.Tensors, names: list[str]) -> None:
 def shift_scales(tensors: models.Tensors, names: list[str], fmt: str = "block-fp8") -> None:
     """Give each block of one quantized tensor of layer 0 the scale of its neighbour, or each row
     that of the row a block on: next to it they are alike."""
-    by_block = fmt == "block-fp8"
+    by_block = fmt.startswith("block-fp8")
     fits = [n for n in names if by_block or len(tensors[n]) > models.BLOCK]
     name = [n for n in fits if "layers.0." in n][-1]
     # Quantizing fake-quantized values again gives the same codes and scales.

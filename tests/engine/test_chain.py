@@ -21,13 +21,17 @@ SCALES = (torch.arange(1.0, 1 + LAYERS * 2) / 8).view(LAYERS, 2, 1).expand(LAYER
 FOLLOW_S = 120.0
 
 
-@pytest.fixture(scope="module")
-def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(
+    scope="module", params=["block-fp8", pytest.param("block-fp8-ue8m0", marks=pytest.mark.full)]
+)
+def server(
+    request: pytest.FixtureRequest, policies: Policies, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     with Server(
         tmp_path_factory.mktemp("chain") / "server.log",
         FORKED,
         policies("qwen3")[0],
-        *("--kv-cache-dtype", "fp8_e4m3"),
+        *("--kv-cache-dtype", "fp8_e4m3", "--fp8rl-format", request.param),
     ) as started:
         yield started
 

@@ -51,11 +51,11 @@ def run_command(log: Path, *arguments: Any) -> None:
     assert exit_status(log, cli.main, ["export", *map(str, arguments)]) == 0, tail(log)
 
 
-def expected(checkpoint: Path) -> models.Tensors:
+def expected(checkpoint: Path, *, power_of_two: bool = False) -> models.Tensors:
     """What an export of this checkpoint holds; codes and scales are the oracle's."""
 
     def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = oracle.quantize_weight(weight.float().numpy())
+        codes, scales = oracle.quantize_weight(weight.float().numpy(), power_of_two=power_of_two)
         return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
 
     return dict(models.fp8_stream(checkpoint, quantize))
@@ -158,3 +158,26 @@ def test_two_ranks_write_one_checkpoint(tmp_path: Path) -> None:
             engine.control({"op": "export", "folder": str(folder)})  # it is not empty any more
     assert_equal(exported(folder), expected(checkpoint))
     assert not list(open_folder.iterdir())
+
+
+def test_powers_of_two_are_exported_and_started_from(policies: Policies, tmp_path: Path) -> None:
+    checkpoint, *_ = policies("qwen3_moe")
+    served, quantized = tmp_path / "served", tmp_path / "quantized"
+    options = {"fp8rl_format": "block-fp8-ue8m0"}
+    with EngineProcess(tmp_path / "log", checkpoint, **options) as engine:
+        served.mkdir(mode=0o700)
+        reply = engine.control({"op": "export", "folder": str(served)})
+        wanted, digest = logprobs(engine), engine.control({"op": "digest"})["ranks"][0]
+    assert reply["format"] == options["fp8rl_format"]
+    arguments = (checkpoint, quantized, "--format", options["fp8rl_format"])
+    run_command(tmp_path / "export.log", *arguments)
+    for folder in (served, quantized):
+        assert_equal(exported(folder), expected(checkpoint, power_of_two=True))
+    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    assert config["scale_fmt"] == "ue8m0"
+    with EngineProcess(tmp_path / "again.log", quantized, **options) as engine:
+        again = engine.control({"op": "digest"})["ranks"][0]
+        assert logprobs(engine) == wanted
+    assert {n: t["sha256"] for n, t in again.items()} == {n: t["sha256"] for n, t in digest.items()}
+    # the control: activations are quantized otherwise by an engine without powers of two
+    assert logprobs_of(tmp_path / "plain.log", quantized) != wanted

@@ -92,6 +92,7 @@ UNPADDED: dict[str, Why] = {
 }
 """Under ``--fp8rl-ragged bf16``."""
 
+STREAMS = {"block-fp8": "fp8", "block-fp8-ue8m0": "ue8m0"}
 CHOSEN = os.environ.get("FP8RL_TEST_FAMILIES", "")
 
 
@@ -114,6 +115,7 @@ def test_no_family_is_forgotten() -> None:
             (family, "channel-fp8")
             for family in chosen(["qwen3_moe", "qwen2_cut", "phi3", "deepseek_v2"])
         ),
+        *((family, "block-fp8-ue8m0") for family in chosen(["qwen3_moe", "phi3"])),
         *((family, "int8") for family in chosen(["qwen3_moe_cut", "smollm2", "qwen3"])),
     ],
 )
@@ -126,7 +128,7 @@ def test_family(family: str, fmt: str, tmp_path: Path) -> None:
         at_start = score(engine)
         engine.update(second, version=0, stream="stream")
         updated = score(engine)
-        engine.update(first, version=1, stream="fp8" if fmt == "block-fp8" else "bf16")
+        engine.update(first, version=1, stream=STREAMS.get(fmt, "bf16"))
         returned = score(engine)
 
     block, ends = LAYERS[family]

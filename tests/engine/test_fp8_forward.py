@@ -13,6 +13,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import trainer_bridge
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import FORKED, EngineProcess, Server
@@ -44,9 +46,16 @@ SAMPLING = {"n": 4, "temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True
 class Run:
     """An engine, and its trainer."""
 
-    def __init__(self, family: str, checkpoint: Path, folder: Path, *arguments: str) -> None:
-        self.family, self.checkpoint = family, checkpoint
-        arguments = ("--fp8rl-ignored-layers", IGNORED, *arguments)
+    def __init__(
+        self,
+        family: str,
+        checkpoint: Path,
+        folder: Path,
+        *arguments: str,
+        fmt: WeightFormat = BLOCK_FP8,
+    ) -> None:
+        self.family, self.checkpoint, self.format = family, checkpoint, fmt
+        arguments = ("--fp8rl-ignored-layers", IGNORED, "--fp8rl-format", fmt.name, *arguments)
         self.server = Server(folder / "log", FORKED, checkpoint, *arguments)
 
     def trainer(self, forward: bool) -> tuple[Any, FP8Forward | None]:
@@ -56,12 +65,15 @@ class Run:
         return model.eval(), fp8_forward(model, [self.server]) if forward else None
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+CASES = [*((family, BLOCK_FP8) for family in FAMILIES), ("qwen3_moe", BLOCK_FP8_UE8M0)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].name}")
 def run(
     request: pytest.FixtureRequest, policies: Policies, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp(request.param)
-    run = Run(request.param, policies(request.param)[0], folder)
+    family, fmt = request.param
+    run = Run(family, policies(family)[0], tmp_path_factory.mktemp(family), fmt=fmt)
     with run.server:
         yield run
 
@@ -85,7 +97,7 @@ def test_the_trainer_steps_and_the_engine_follows(run: Run) -> None:
     control, _ = run.trainer(forward=False)
     assert fp8 is not None
     layout = run.server.control({"op": "layout"})
-    assert set(fp8.names) == set(layout["formats"]["block-fp8"])
+    assert set(fp8.names) == set(layout["formats"][run.format.name])
     assert f"{IGNORED}.weight" not in fp8.names
     fp8.check(run.server)  # the checkpoint that both loaded
 

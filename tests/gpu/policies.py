@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from sgl_fp8rl.formats import CHOICES
-from sgl_fp8rl.ops.reference import quantize_weight
 from tests.engine import expected, models
 
 HEAD = 128
@@ -163,12 +162,13 @@ def _draw(
     return values.bfloat16()
 
 
-def codes_and_scales(policy: Tensors) -> Tensors:
+def codes_and_scales(policy: Tensors, fmt: str = "block-fp8") -> Tensors:
     """The policy as a trainer sends it when it quantizes itself."""
     stream: Tensors = {}
     for name, tensor in policy.items():
         if models.is_linear(name):
-            stream[name], stream[f"{name}_scale_inv"] = quantize_weight(tensor)
+            encoded = CHOICES[fmt].encode(tensor)
+            stream |= {name + suffix: part for suffix, part in encoded.items()}
         else:
             stream[name] = tensor
     return stream

@@ -102,9 +102,11 @@ def assert_close(y: Tensor, other: Tensor) -> None:
 
 
 def quantized(x_MK: Tensor) -> Quantized:
-    """The kernel's codes and scales, which must be the reference's."""
+    """The kernel's codes and scales, which must be the reference's, powers of two as well."""
     got = activation_triton.quantize_tokens(x_MK)
     assert_same(got, activation.quantize_tokens(x_MK))
+    rounded = activation_triton.quantize_tokens(x_MK, power_of_two=True)
+    assert_same(rounded, activation.quantize_tokens(x_MK, power_of_two=True))
     return got
 
 
@@ -162,6 +164,31 @@ def test_scales_by_row(
         assert torch.equal(mine.scales_Mk, other.scales_Mk)
     for check in canaries:
         check()
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_producers_make_scales_that_are_powers_of_two(device: str, by_row: bool) -> None:
+    """The same y, and its codes; a trainer and the CPU platform have them too."""
+    x, weight = rows(5, 384).to(device), rows(1, 384, seed=2, spread=1)[0].to(device)
+    residual, gate_up = rows(5, 384, seed=1).to(device), rows(5, 768, spread=3).to(device)
+    options = {"by_row": by_row, "power_of_two": True}
+    for added in (None, residual):
+        pairs = [(x.clone(), None if added is None else added.clone()) for _ in range(2)]
+        (a, b), (c, d) = pairs
+        y, got = activation_triton.rms_norm_quantize(a, weight, 1e-6, b, **options)
+        want, plain = activation_triton.rms_norm_quantize(c, weight, 1e-6, d, by_row=by_row)
+        assert torch.equal(bytes_of(y), bytes_of(want))
+        assert_same(got, activation.quantize_tokens(y, **options))
+        assert not torch.equal(got.scales_Mk, plain.scales_Mk)  # the control
+        want_of_cpu = reference.quantize_activation(y, power_of_two=True)
+        for mine, other in zip(got, want_of_cpu, strict=True):
+            assert torch.equal(bytes_of(mine), bytes_of(other))
+    z, _ = activation_triton.silu_mul_quantize(gate_up)
+    same_z, silu = activation_triton.silu_mul_quantize(gate_up, power_of_two=True)
+    assert torch.equal(bytes_of(z), bytes_of(same_z))
+    assert_same(silu, activation.quantize_tokens(z, power_of_two=True))
+    codes = activation_triton.silu_mul_codes(gate_up, **options)
+    assert_same(codes, activation.quantize_tokens(z, **options))
 
 
 @pytest.mark.parametrize("by_row", [False, True])

@@ -35,6 +35,7 @@ class Part(NamedTuple):
     """Where it is another dtype than was sent."""
     transposed: bool = False
     positive: bool = False
+    power_of_two: bool = False
 
 
 CODES = Part((128, 384), FP8, (((0, 128), (128, 256)),))
@@ -49,6 +50,7 @@ PARTS = (
     Part((300, 64), BF16, (((0, 300), (0, 64)),) * 2),  # stored twice
     Part((3, 32, 100), FP8, (((1, 3), (0, 32), (50, 100)), ((0, 3), (0, 32), (0, 50)))),
     Part((5, 7), torch.float16, (((0, 5), (0, 7)),)),
+    Part((2, 3), FP32, (((0, 2), (0, 3)),), positive=True, power_of_two=True),
 )
 CONTENT = [torch.Size(part.shape).numel() * part.sent.itemsize for part in PARTS]
 """Bytes of each."""
@@ -65,6 +67,9 @@ PLANTED = [
     (5, torch.nan, False),
     (7, torch.nan, False),
     (9, torch.inf, False),
+    (10, 3.0, False),
+    (10, -2.0, False),
+    (10, 0.0, False),
 ]
 """A part, a bad value, and whether it is not seen, since nothing is stored of it."""
 
@@ -83,7 +88,10 @@ class Storage:
                 source = Placed(offset, part.sent, strides_of(part.shape))
                 shape = whole(tuple(target.shape))
                 descriptors += describe_copy(
-                    source, box, placed, shape, positive=part.positive, tag=number
+                    *(source, box, placed, shape),
+                    positive=part.positive,
+                    tag=number,
+                    power_of_two=part.power_of_two,
                 )
         self.scatter = Scatter(descriptors[::-1], SIZE, device)
 
@@ -140,7 +148,8 @@ def a_chunk(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     chunk = torch.zeros(SIZE, dtype=torch.uint8)
     for number, part in enumerate(PARTS):
-        tensor_of(chunk, number).copy_(torch.rand(part.shape, generator=generator) + 0.01)
+        values = torch.rand(part.shape, generator=generator) + 0.01
+        tensor_of(chunk, number).copy_(values.log2().ceil().exp2() if part.power_of_two else values)
     return chunk
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.gemm import expert_tiles, experts, grouped_experts
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
 from sgl_fp8rl.gemm.tune_cache import Machine
@@ -86,9 +88,11 @@ def layer() -> Any:
     )
 
 
-def method(is_compiled: bool = False, tiles: Tiles | None = None) -> Any:
+def method(
+    is_compiled: bool = False, tiles: Tiles | None = None, format: WeightFormat = BLOCK_FP8
+) -> Any:
     """Without tiles SGLang's are taken: others sum in another order."""
-    return SimpleNamespace(is_compiled=is_compiled, tiles=tiles)
+    return SimpleNamespace(format=format, is_compiled=is_compiled, tiles=tiles)
 
 
 def with_method(layer: Any, **given: Any) -> Any:
@@ -221,28 +225,30 @@ def exact(layer: Any, x_H: Tensor, weights_T: Tensor, ids_T: Tensor) -> Tensor:
         return w @ (codes.double() * scales.double().repeat_interleave(128))
 
     total = torch.zeros(H, dtype=torch.float64)
-    given = activation.quantize_tokens(x_H[None].cpu())
+    power_of_two = layer.quant_method.format.power_of_two_scales
+    given = activation.quantize_tokens(x_H[None].cpu(), power_of_two=power_of_two)
     for weight, expert in zip(weights_T.tolist(), ids_T.tolist(), strict=True):
         w13, s13, w2, s2 = (
             getattr(layer, name)[expert].cpu()
             for name in ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
         )
         gate_up = product(given.codes_MK[0], given.scales_Mk[0], w13, s13)
-        hidden = activation.silu_mul_codes(gate_up.bfloat16()[None])
+        hidden = activation.silu_mul_codes(gate_up.bfloat16()[None], power_of_two=power_of_two)
         total += weight * product(hidden.codes_MK[0], hidden.scales_Mk[0], w2, s2)
     return total
 
 
 @pytest.mark.parametrize("spread", [1, 6], ids=["normal", "outliers"])
 @pytest.mark.parametrize("M", [64, 4096], ids=["triton", "deep_gemm"])
+@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
 @torch.no_grad()
-def test_values_are_those_of_float64(M: int, spread: int, layer: Any) -> None:
+def test_values_are_those_of_float64(M: int, spread: int, fmt: WeightFormat, layer: Any) -> None:
     x, (weights, ids) = rows(M, H, spread=spread).cuda(), routes(M)
     grouped_experts.compile_grouped(layer, T, M)
-    large = with_method(layer, is_compiled=True, tiles=shipped_tiles())
+    large = with_method(layer, is_compiled=True, tiles=shipped_tiles(), format=fmt)
     assert grouped_experts.is_grouped(large, M, T) == (M == 4096)
     got = experts.experts(large, x, weights, ids)[:CHECKED].double().cpu()
-    want = torch.stack([exact(layer, x[m], weights[m], ids[m]) for m in range(CHECKED)])
+    want = torch.stack([exact(large, x[m], weights[m], ids[m]) for m in range(CHECKED)])
     assert float(want.abs().max()) > 0
     cosine = torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), dim=0)
     assert 1 - float(cosine) <= MAX_COSINE_ERROR

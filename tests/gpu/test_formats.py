@@ -43,7 +43,11 @@ def test_kernel_and_reference_agree(
     scales = [Scales(placed(tensor), whole(tensor.shape)) for tensor in companions.values()]
     source, box = Placed(0, dtype, weight.stride()), whole(shape)
     kept = (0, shape[-1]) if fmt in ENGINE_ONLY else None
-    descriptors = describe_copy(source, box, placed(codes), box, *scales, kept=kept)
+    descriptors = describe_copy(
+        *(source, box, placed(codes), box, *scales),
+        kept=kept,
+        power_of_two=fmt.power_of_two_scales,
+    )
     status = Status(device)
     compiled = compile_rows if kept else compile_descriptors
     for launch in compiled(descriptors, device, BF16):

@@ -1,11 +1,14 @@
 """A trainer's codes and products on a GPU, against the reference implementation on it."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from sgl_fp8rl.formats import BLOCKS
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops import block_linear
 from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weight
 from tests.gpu.conftest import INTERPRETED
@@ -22,6 +25,7 @@ formulas are computed on a CPU."""
 GRADIENT_ERROR = 2.0**-6
 """Of a gradient against float64, as a part of its largest element. 0.0030 on a CPU."""
 
+blocks = pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
 on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="these products are not Triton's")
 
 
@@ -29,20 +33,25 @@ def drawn(*shape: int, seed: int = 0, device: str = "cuda") -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16).to(device)
 
 
+@blocks
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(256, 384), (3, 128, 256)], ids=str)
 def test_codes_are_the_reference(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    fmt: WeightFormat,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of weights rounded to BF16; and again, into the same memory, after a change."""
     monkeypatch.setattr(CodesMemory, "write", CodesMemory.launch)
     weight = 0.1 * drawn(*shape, device=device).to(dtype)
     weight += 1e-4 * drawn(*shape, seed=1, device=device)  # no values of BF16
-    parameter = FP8Parameter("weight", BF16)
+    parameter = FP8Parameter("weight", BF16, fmt)
     first = parameter.codes(weight)
     for _ in range(2):
         found = parameter.codes(weight)
-        codes, scales = quantize_weight(weight.to(BF16))
+        codes, scales = fmt.encode(weight.to(BF16)).values()
         assert torch.equal(found.codes_NK.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(found.scale_inv_nk, scales)
         assert found.codes_NK.data_ptr() == first.codes_NK.data_ptr()
@@ -89,25 +98,29 @@ def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("rows", [1, 5, 130, 2048])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_linear(shape: tuple[int, int], rows: int) -> None:
+@blocks
+def test_a_linear(shape: tuple[int, int], rows: int, fmt: WeightFormat) -> None:
     x, bias = drawn(rows, shape[1]), drawn(shape[0], seed=2)
-    codes, scales = quantize_weight(drawn(*shape, seed=1))
-    found = block_linear.linear(x, codes, scales, bias)
-    exact = fp8_linear(x.float(), codes, scales, bias)
+    codes, scales = fmt.encode(drawn(*shape, seed=1)).values()
+    linear = partial(block_linear.linear, power_of_two=fmt.power_of_two_scales)
+    reference = partial(fp8_linear, power_of_two=fmt.power_of_two_scales)
+    found = linear(x, codes, scales, bias)
+    exact = reference(x.float(), codes, scales, bias)
     assert found.dtype == BF16 and error(found, exact) < ERROR
-    wrong = fp8_linear(x.float(), codes, scales.roll(1, 1) * 1.2, bias)  # the control
+    wrong = reference(x.float(), codes, scales.roll(1, 1) * 1.2, bias)  # the control
     assert error(found, wrong) > ERROR
 
 
 @on_a_gpu
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("counts", [(3, 0, 130, 128), (0, 0, 0, 1), (0, 0, 0, 0)], ids=str)
-def test_rows_of_experts(counts: tuple[int, ...]) -> None:
-    x = drawn(sum(counts), 512)
-    codes, scales = quantize_weight(drawn(4, 768, 512, seed=1))
-    found = block_linear.linear_by_expert(x, counts, codes, scales)
+@blocks
+def test_rows_of_experts(counts: tuple[int, ...], fmt: WeightFormat) -> None:
+    x, power_of_two = drawn(sum(counts), 512), fmt.power_of_two_scales
+    codes, scales = fmt.encode(drawn(4, 768, 512, seed=1)).values()
+    found = block_linear.linear_by_expert(x, counts, codes, scales, power_of_two=power_of_two)
     parts = zip(x.float().split(list(counts)), codes, scales, strict=True)
-    exact = torch.cat([fp8_linear(*part) for part in parts])
+    exact = torch.cat([fp8_linear(*part, power_of_two=power_of_two) for part in parts])
     assert found.shape == exact.shape
     if len(x):
         assert error(found, exact) < ERROR

@@ -9,9 +9,10 @@ import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod
-from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.engine.linear import METHODS
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS
 from sgl_fp8rl.formats.padding import Shard, fit
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.gemm import bench_inputs, dispatch, quick_tune, tune
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK
@@ -19,7 +20,7 @@ from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.quick_tune import find
 from sgl_fp8rl.gemm.table import Entry
 from sgl_fp8rl.gemm.tune_cache import Machine
-from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
+from sgl_fp8rl.ops.reference import fp8_linear
 
 SHAPES = [(2048, 1024), (2176, 384), (24576, 4096)]
 """N = 17 blocks is cut into unequal parts."""
@@ -110,10 +111,16 @@ NEAR = 0.02
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kernel", [None, STOCK, "flashinfer_sm90", "triton"])
 @pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
 def test_padded_layers(
-    name: str, kernel: str | None, biased: bool, record_property: Callable[[str, object], None]
+    name: str,
+    kernel: str | None,
+    biased: bool,
+    fmt: WeightFormat,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    """By SGLang's own method, and by each kernel; eager, and in a graph."""
+    """By SGLang's own method, or ours where scales are powers of two, and by each kernel; eager,
+    and in a graph."""
     rows, cols, at_rows, at_cols = PADDED[name]
     padding, _ = fit(BLOCK_FP8, [Shard(n, *at_rows) for n in rows], Shard(cols, *at_cols))
     assert padding is not None
@@ -126,9 +133,9 @@ def test_padded_layers(
         box = weight[slice(*span), slice(*padding.cols.spans[0])]
         box.copy_(torch.randn(box.shape, generator=random) * cols**-0.5)
     layer = torch.nn.Module()
-    codes, scales = quantize_weight(weight)
+    codes, scales = fmt.encode(weight).values()
     layer.weight, layer.weight_scale_inv = codes.cuda(), scales.cuda()
-    method: Any = object.__new__(FP8RLLinearMethod)
+    method: Any = object.__new__(METHODS[fmt.name])
     # what SGLang's own ``apply`` reads
     vars(method).update(use_marlin=False, use_mxfp8=False, block_quant=True)
     vars(method).update(weight_block_size=[128, 128], w8a8_block_fp8_linear=compat.deep_gemm_linear)
@@ -147,7 +154,9 @@ def test_padded_layers(
         captured.zero_()
         graph.replay()
         assert torch.equal(captured, y) and y.is_contiguous()
-        wanted = padding.rows.cut(fp8_linear(padding.cols.pad(x), codes, scales)).float()
+        power_of_two = fmt.power_of_two_scales
+        wanted = fp8_linear(padding.cols.pad(x), codes, scales, power_of_two=power_of_two)
+        wanted = padding.rows.cut(wanted).float()
         wanted = wanted if bias is None else wanted + bias.float()
         error = float((y.cpu().float() - wanted).abs().max() / wanted.abs().max())
         record_property(f"largest difference, {m} rows", error)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_fp8rl.formats import BLOCKS
 from tests.engine.harness import EngineProcess, Server
 from tests.gpu.engines import (
     BUCKET_BYTES,
@@ -75,6 +76,11 @@ class Case:
     def options(self) -> dict[str, str]:
         return {"fp8rl_format": self.format, "fp8rl_ragged": self.ragged}
 
+    @property
+    def sends_codes(self) -> bool:
+        """Whether an update may bring them."""
+        return self.format in [fmt.name for fmt in BLOCKS] and self.ragged == "pad"
+
     def wanted(self, version: int) -> dict[str, str]:
         """What the reference makes of a policy."""
         by_row = self.ragged == "channel"  # no layer of the ragged shape is whole blocks
@@ -88,6 +94,7 @@ CASES = {
     "ragged": Case(RAGGED),
     "ragged-channel": Case(RAGGED, ragged="channel"),
     "qwen3-30b-a3b-channel": Case(MOE, "channel-fp8"),
+    "qwen3-30b-a3b-ue8m0": Case(MOE, "block-fp8-ue8m0"),
     "qwen3-8b-int8": Case(DENSE, "int8"),
     "qwen3-30b-a3b-int8": Case(MOE, "int8"),
 }
@@ -160,8 +167,8 @@ def _update(
         wanted.append(case.wanted(version))
         if kind == "in place":
             policy = trainer.become(policy)
-        elif kind == "codes" and case.options == Case(shape).options:  # no others travel
-            policy = codes_and_scales(policy)
+        elif kind == "codes" and case.sends_codes:
+            policy = codes_and_scales(policy, case.format)
         sent.append(policy)  # so that the memory of one version is not given to the next
         results.append(update(server, policy))
         snapshots.append(Snapshot.of(server, sizes))

@@ -101,6 +101,7 @@ class Batch:
         *,
         tag: int = 7,
         positive: bool = False,
+        power_of_two: bool = False,
     ) -> None:
         """``source`` and ``target`` [rows, cols] whose columns are adjacent; on the device."""
         assert source.shape == target.shape and source.stride(1) == target.stride(1) == 1
@@ -119,6 +120,7 @@ class Batch:
                 target_dtype=target.dtype,
                 positive=positive,
                 tag=tag,
+                power_of_two=power_of_two,
             )
         )
         self.sources.append(source)
@@ -144,6 +146,7 @@ def quantized(
     width: int = 0,
     offset: int = 0,
     too_large: bool = False,
+    power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales that the kernel makes of ``weight`` [N, K], with canaries around both; it
     reports what is ``too_large``."""
@@ -152,7 +155,7 @@ def quantized(
     grid = reference.num_blocks(N), reference.num_blocks(K)
     scales = Target(grid, FP32, device, width=grid[1] + 3)
     batch = Batch(device, model)
-    batch.add(weight, codes.box, scales.box)
+    batch.add(weight, codes.box, scales.box, power_of_two=power_of_two)
     assert (batch.run() is not None) == too_large
     codes.assert_around()
     scales.assert_around()
@@ -160,22 +163,31 @@ def quantized(
 
 
 def assert_quantized(
-    codes: Tensor, scales: Tensor, weight: Tensor, model: torch.dtype = BF16
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    model: torch.dtype = BF16,
+    power_of_two: bool = False,
 ) -> None:
     """The bytes of the reference, and of the oracle."""
     rounded = weight.cpu().to(model)
-    want_codes, want_scales = reference.quantize_weight(rounded)
+    want_codes, want_scales = reference.quantize_weight(rounded, power_of_two=power_of_two)
     assert_bytes(codes, want_codes)
     assert_bytes(scales, want_scales)
     if rounded.numel() <= 2**17:  # the oracle is slow
-        oracle_codes, oracle_scales = oracle.quantize_weight(rounded.float().numpy())
+        oracle_codes, oracle_scales = oracle.quantize_weight(
+            rounded.float().numpy(), power_of_two=power_of_two
+        )
         assert_bytes(codes.view(torch.uint8), torch.from_numpy(oracle_codes))
         assert_bytes(scales, torch.from_numpy(oracle_scales))
 
 
 # ---- quantize
 
+both = pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power-of-two"])
 
+
+@both
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (130, 70), (130, 257)], ids=str)
 @pytest.mark.parametrize(
     ("source", "model"),
@@ -183,10 +195,17 @@ def assert_quantized(
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
 def test_quantized_bytes(
-    device: str, shape: tuple[int, int], source: torch.dtype, model: torch.dtype
+    device: str,
+    shape: tuple[int, int],
+    source: torch.dtype,
+    model: torch.dtype,
+    power_of_two: bool,
 ) -> None:
     weight = blocks(*shape, dtype=source).to(device)
-    assert_quantized(*quantized(weight, device, model=model), weight, model)
+    found = quantized(weight, device, model=model, power_of_two=power_of_two)
+    assert_quantized(*found, weight, model, power_of_two)
+    with pytest.raises(AssertionError, match="bytes differ"):  # the control
+        assert_quantized(*found, weight, model, not power_of_two)
 
 
 def planted(value: float, *, into: float = 0.02) -> Tensor:
@@ -211,11 +230,15 @@ def planted(value: float, *, into: float = 0.02) -> Tensor:
         pytest.param(torch.full((128, 128), -BF16_MAX, dtype=BF16), id="all-bf16-max"),
     ],
 )
+@both
 @pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
-def test_bytes_of_extreme_values(device: str, weight: Tensor, ragged: bool) -> None:
+def test_bytes_of_extreme_values(
+    device: str, weight: Tensor, ragged: bool, power_of_two: bool
+) -> None:
     weight = (weight[:-1, :-1] if ragged else weight).to(device)
     too_large = bool(weight.abs().max() > FP8_MAX * LARGEST_SCALE)
-    assert_quantized(*quantized(weight, device, too_large=too_large), weight)
+    found = quantized(weight, device, too_large=too_large, power_of_two=power_of_two)
+    assert_quantized(*found, weight, power_of_two=power_of_two)
 
 
 def test_each_tie_goes_to_the_even_code(device: str) -> None:
@@ -365,7 +388,12 @@ def test_codes_are_copied_as_bytes(device: str) -> None:
 
 
 def bad_tag(
-    device: str, source: Tensor, target: torch.dtype, *, positive: bool = False
+    device: str,
+    source: Tensor,
+    target: torch.dtype,
+    *,
+    positive: bool = False,
+    power_of_two: bool = False,
 ) -> int | None:
     """What is reported of a batch whose second copy, of tag 5, has this source."""
     out = torch.zeros(source.shape, device=device).to(target)
@@ -373,13 +401,14 @@ def bad_tag(
     grid = [reference.num_blocks(size) for size in source.shape]
     batch = Batch(device)
     good = torch.ones(4, 4, dtype=source.dtype, device=device)
-    batch.add(good, torch.empty_like(good), tag=1, positive=positive)
+    kind = {"positive": positive, "power_of_two": power_of_two}
+    batch.add(good, torch.empty_like(good), tag=1, **kind)
     batch.add(
         source.to(device),
         out,
         torch.empty(grid, device=device) if quantize else None,
         tag=5,
-        positive=positive,
+        **kind,
     )
     return batch.run()
 
@@ -451,6 +480,13 @@ def test_scales_must_be_positive(device: str, shape: tuple[int, int]) -> None:
         assert bad_tag(device, scales, FP32, positive=True) == 5
     scales[-1, -1] = -1.0
     assert bad_tag(device, scales, FP32) is None
+    even = torch.exp2(torch.randint(-42, 49, shape).float())
+    assert bad_tag(device, even, FP32, positive=True, power_of_two=True) is None
+    for value in (3.0, 1 + 2.0**-23, 2.0**-130, 0.0, -1.0, 2.0**49, *BAD):
+        even[-1, -1] = value
+        assert bad_tag(device, even, FP32, positive=True, power_of_two=True) == 5
+    even[-1, -1] = 3.0
+    assert bad_tag(device, even, FP32, positive=True) is None
 
 
 def test_the_least_tag_is_reported_and_all_the_rest_is_written(device: str) -> None:

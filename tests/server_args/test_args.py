@@ -22,7 +22,7 @@ def valid_args() -> st.SearchStrategy[Fp8RLServerArgs]:
         Fp8RLServerArgs,
         bucket_bytes=st.integers(1, 1 << 40).map(lambda number: number * 512),
         ignored_layers=st.lists(patterns | regexes, max_size=4).map(tuple),
-        format=st.sampled_from(["block-fp8", "channel-fp8", "int8"]),
+        format=st.sampled_from(["block-fp8", "block-fp8-ue8m0", "channel-fp8", "int8"]),
         ragged=st.sampled_from(["pad", "channel", "bf16"]),
         kv_cache=st.sampled_from([None, "int8", "e4m3"]),
         kv_scheme=st.sampled_from(["engine", "trainer", "unit"]),

@@ -42,7 +42,10 @@ COMPUTED = {
     "delattr(layer, name)",  # all parameters of a layer, which are then made anew
 }
 """Writes in ``engine/`` whose name the code computes."""
-OF_OURS = {"bounds", "choices", "is_compiled", "kernels", "keep_bf16", "making_pools", "tiles"}
+OF_OURS = {"bounds", "choices", "is_compiled", "kernels", "keep_bf16", "making_pools"} | {
+    "power_of_two_scales",
+    "tiles",
+}
 """Read through SGLang's objects: of our methods, which its layers hold, and of our platform."""
 NAMESPACES = {"comm", "deterministic", "moe"}
 """SGLang groups its arguments by these as it starts; ATTRIBUTES has their fields, ServerArgs'."""

@@ -16,7 +16,7 @@ from sgl_fp8rl import cli, export
 from sgl_fp8rl.engine import export as engine_export
 from sgl_fp8rl.engine import ranks, scheduler
 from sgl_fp8rl.engine.export import _assemble
-from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.checkpoint_headers import INDEX
 from sgl_fp8rl.protocol.states import State
@@ -105,6 +105,24 @@ def test_a_checkpoint(options: list[Any], tmp_path: Path) -> None:
     # those of the checkpoint, of the engine, and the parts of the engine's stacked layers
     parts = {f"model.layers.0.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj")}
     assert set(names) == {"lm_head", "model.layers.0.self_attn.qkv_proj"} | parts
+
+
+def test_a_checkpoint_with_powers_of_two(
+    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "format", BLOCK_FP8_UE8M0.name)
+    source, output = checkpoint(tmp_path / "in"), tmp_path / "out"
+    arguments = ["export", str(source), str(output), "--format", BLOCK_FP8_UE8M0.name]
+    assert cli.main(arguments) == 0
+    assert options[0][-1]["fp8rl_format"] == BLOCK_FP8_UE8M0.name
+    found = load_file(next(output.glob("*.safetensors")))
+    encoded = BLOCK_FP8_UE8M0.encode(load_file(source / "a.safetensors")[MATRIX])
+    for suffix, part in encoded.items():
+        assert torch.equal(found[MATRIX + suffix].view(torch.uint8), part.view(torch.uint8))
+    config = json.loads((output / "config.json").read_text())["quantization_config"]
+    assert config["scale_fmt"] == "ue8m0" and config["quant_method"] == "fp8"
+    with pytest.raises(ValueError, match="drop --ignored-layers, --tp, --format"):
+        export.run("http://127.0.0.1:1", tmp_path / "other", format_=BLOCK_FP8_UE8M0.name)
 
 
 def test_a_checkpoint_in_another_format(
@@ -237,7 +255,7 @@ def test_what_an_engine_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         return engine_export.write(weights, folder, None), Path(folder)  # type: ignore[arg-type]
 
     reply, folder = answer()
-    assert reply == {"layers": []}
+    assert reply == {"layers": [], "format": "block-fp8"}
     (shard,) = folder.glob("*.safetensors")
     assert torch.equal(load_file(shard)["w"], torch.ones(2))
 

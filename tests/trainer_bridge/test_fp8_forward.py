@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0
 from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weight
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests import oracle
@@ -522,12 +522,13 @@ def hf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, cut(source.read(tensor))
 
 
-def sums_of(model: Any) -> dict[str, list[int]]:
+def sums_of(model: Any, *, power_of_two: bool = False) -> dict[str, list[int]]:
     """What an engine that quantized these weights would answer, in NumPy."""
     sums: dict[str, list[int]] = {}
     for name, tensor in hf_tensors(model):
         if "_proj" in name:
-            codes, scales = oracle.quantize_weight(tensor.detach().float().numpy())
+            weight = tensor.detach().float().numpy()
+            codes, scales = oracle.quantize_weight(weight, power_of_two=power_of_two)
             words = codes.reshape(-1).view(np.uint64), scales.reshape(-1).view(np.int32)
             sums[name] = [sum(map(int, each)) % (1 << 64) for each in words]
     return sums
@@ -580,6 +581,51 @@ def test_a_list_of_engines_is_checked_whole() -> None:
         with pytest.raises(EngineError, match=r"engine 1 differs from engine 0.*options"):
             fp8_forward(fresh, [same[0], FakeEngine(fresh, **odd)])
         assert not any(hasattr(module, "fp8_parameters") for module in fresh.modules())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_scales_of_an_engine_that_are_powers_of_two(family: str) -> None:
+    """Of weights and activations; the check tells an engine of the other format."""
+    ids, names = torch.arange(1, 33)[None], sorted(fp8_names(tiny(family)))
+    model, plain, at_powers = tiny(family), tiny(family), tiny(family)
+    engine = FakeEngine(model, formats={BLOCK_FP8_UE8M0.name: names})
+    fp8 = fp8_forward(model, engine)
+    named = dict(named_tensors(model))
+    scales = [t for name, t in named.items() if name.endswith("_scale_inv")]
+    assert scales and all(bool((torch.frexp(t)[0] == 0.5).all()) for t in scales)
+    fp8_forward(plain, FakeEngine(plain))
+    with torch.no_grad():
+        for name, parameter in at_powers.named_parameters():
+            if (codes := named.get(name)) is not None and codes.dtype == torch.float8_e4m3fn:
+                parameter.copy_(dequantize_weight(codes, named[f"{name}_scale_inv"]))
+    fp8_forward(at_powers, FakeEngine(at_powers))  # the same weights, and plain activations
+    logits = [each(ids).logits for each in (model, plain, at_powers)]
+    assert not torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+    other: Any = FakeEngine(plain)
+    other.sums = engine.sums = sums_of(tiny(family), power_of_two=True)
+    fp8.check(engine)
+    with pytest.raises(EngineError, match="computes in block-fp8 and this forward in block-fp8-ue"):
+        fp8.check(other)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_rounds_the_scales_of_its_activations_up(bias: bool) -> None:
+    layer: Any = nn.Linear(256, 128, bias=bias, dtype=BF16)
+    weight = layer.weight.detach().clone()
+    convert(layer, "layer", BF16, BLOCK_FP8_UE8M0)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).to(BF16)
+    codes, scales = oracle.quantize_weight(weight.float().numpy(), power_of_two=True)
+    added = layer.bias.detach().float().numpy() if bias else None
+
+    def exact(power_of_two: bool) -> Tensor:
+        tokens = x.float().numpy()
+        found = oracle.linear(tokens, codes, scales, added, power_of_two=power_of_two)
+        return torch.from_numpy(found)
+
+    found = layer(x).double()
+    assert float((found - exact(True)).abs().max()) < 2**-7 * float(found.abs().max())
+    assert float((exact(False) - exact(True)).abs().max()) > 2**-7 * float(found.abs().max())
 
 
 def test_an_engine_of_another_sgl_fp8rl() -> None:

@@ -19,6 +19,8 @@ from sgl_fp8rl.ops import reference
         ("block-fp8", (8, 9), "warn"),
         ("block-fp8", (9, 0), "ok"),
         ("block-fp8", (10, 0), "warn"),
+        ("block-fp8-ue8m0", (8, 0), "fail"),
+        ("block-fp8-ue8m0", (9, 0), "ok"),
         ("channel-fp8", (8, 0), "fail"),
         ("channel-fp8", (9, 0), "ok"),
         ("int8", (7, 5), "fail"),
@@ -69,8 +71,8 @@ def test_numerics_pass_and_need_rounding() -> None:
 
 @pytest.mark.parametrize("fault", ["scale", "code", "nan", "zero block"])
 def test_numerics_fail_on_a_wrong_quantizer(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    def quantize(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes_NK, scale_inv_nk = original(weight_NK)
+    def quantize(weight_NK: torch.Tensor, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        codes_NK, scale_inv_nk = original(weight_NK, **options)
         if fault == "scale":
             scale_inv_nk[0, 1] = torch.nextafter(scale_inv_nk[0, 1], torch.tensor(1.0))
         elif fault == "code":

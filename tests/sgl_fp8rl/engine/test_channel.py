@@ -14,7 +14,7 @@ from server_args import Fp8RLServerArgs
 from server_args.args import FORMATS
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import channel, export, linear, moe, quant_config
-from sgl_fp8rl.formats import CHANNEL_FP8, CHOICES, INT8
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, CHANNEL_FP8, CHOICES, INT8
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.weight_update import toy
@@ -133,7 +133,7 @@ def test_experts_are_refused_with_a_reason(
     sizes = {"hidden_size": 256, "intermediate_size_per_partition": 128, "with_bias": False}
     runner = SimpleNamespace(is_gated=True)
     layer = SimpleNamespace(**sizes | changes, moe_runner_config=runner)
-    for fmt, reason in zip(CHOICES.values(), found, strict=True):
+    for fmt, reason in zip(CHOICES.values(), [found[0], *found], strict=True):
         said = moe.why_not(layer, fmt, pads=False)
         assert said is None if reason is None else reason in str(said)
 
@@ -143,6 +143,22 @@ def test_a_block_fp8_checkpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     settings = config(monkeypatch, format="int8")
     with pytest.raises(ValueError, match=r"int8 .* BF16 checkpoint"):
         settings.from_config(checkpoint)
+
+
+def test_a_block_fp8_checkpoint_may_have_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    settings, rounded = (
+        config(monkeypatch, format="block-fp8-ue8m0"),
+        plain | {"scale_fmt": "ue8m0"},
+    )
+    assert settings.from_config(rounded).formats == [BLOCK_FP8_UE8M0]
+    with pytest.raises(
+        ValueError, match=r"ue8m0 .* scale_fmt None; start from the BF16 checkpoint"
+    ):
+        settings.from_config(plain)
+    for checkpoint in (plain, rounded):  # powers of two are scales like others
+        settings = config(monkeypatch, format="block-fp8")
+        assert settings.from_config(checkpoint).formats == [BLOCK_FP8]
 
 
 def test_a_gpu_without_its_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

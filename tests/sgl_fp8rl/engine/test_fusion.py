@@ -15,7 +15,7 @@ from torch import nn
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import fusion
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.engine.linear import FP8RLLinearMethod, FP8RLUE8M0LinearMethod
 from sgl_fp8rl.formats.padding import Padding, Side
 from sgl_fp8rl.gemm import dispatch, experts
 from sgl_fp8rl.ops import activation, activation_triton
@@ -112,9 +112,9 @@ def run(layers: nn.Module) -> tuple[Tensor, Tensor]:
     return x, residual
 
 
-def assert_found(linear: Linear) -> None:
+def assert_found(linear: Linear, power_of_two: bool = False) -> None:
     assert linear.x is not None and linear.found is not None
-    want = quantize_tokens(linear.x)
+    want = quantize_tokens(linear.x, power_of_two=power_of_two)
     for mine, other in zip(linear.found, want, strict=True):
         assert torch.equal(mine.float(), other.float()) and mine.stride() == other.stride()
 
@@ -154,6 +154,18 @@ def test_every_linear_finds_the_codes_of_its_input() -> None:
     run(layers)
     for layer in layers:
         for linear in layer.linears():
+            assert_found(linear)
+
+
+def test_producers_round_scales_up_for_layers_that_want_powers_of_two() -> None:
+    layers = model(Layer(), Layer())
+    for linear in [linear for layer in layers for linear in layer.linears()]:
+        linear.quant_method.__class__ = FP8RLUE8M0LinearMethod
+    assert fusion.fuse(layers) == 6
+    run(layers)
+    for linear in [linear for layer in layers for linear in layer.linears()]:
+        assert_found(linear, power_of_two=True)
+        with pytest.raises(AssertionError):
             assert_found(linear)
 
 

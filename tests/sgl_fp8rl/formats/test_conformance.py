@@ -13,15 +13,18 @@ from safetensors.torch import save_file
 
 from sgl_fp8rl.formats import (
     BLOCK_FP8,
+    BLOCK_FP8_UE8M0,
+    BLOCKS,
     ENGINE_ONLY,
     FORMATS,
     UNQUANTIZED,
     by_dtype,
+    mark,
     split_name,
     stored_format,
 )
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded, TensorSpec, WeightFormat
-from sgl_fp8rl.ops.reference import LARGEST_SCALE
+from sgl_fp8rl.ops.reference import FP8_MAX, LARGEST_SCALE
 from sgl_fp8rl.ops.regions import Region, view, whole
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
@@ -37,8 +40,9 @@ pytestmark = pytest.mark.usefixtures("other_format")
 
 BF16 = torch.bfloat16
 SHAPES = [(256, 384), (300, 200), (3, 130, 64), (1, 1)]
-NEAR = 1 / 20
-"""Largest error of a weight as a share of its largest value. Measured: block FP8 0.029, BF16 0."""
+NEAR = 1 / 13
+"""Largest error of a weight as a share of its largest value. Measured: block FP8 0.029, with scales
+that are powers of two 0.055, BF16 0."""
 
 
 def weight(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -75,6 +79,7 @@ def test_encode_gives_what_is_announced(
     codes = encoded[""]
     assert codes.shape == shape and codes.dtype in fmt.dtypes
     parameters = {f"w{suffix}": tensor for suffix, tensor in encoded.items()}
+    mark(codes, fmt)
     assert stored_format("w", parameters) is fmt
     companions = {s: TensorSpec(t.dtype, tuple(t.shape)) for s, t in encoded.items() if s}
     assert companions == fmt.companions(shape) and set(companions) == set(fmt.suffixes)
@@ -111,14 +116,14 @@ def test_what_needs_a_scale_that_products_of_two_overflow_with_is_refused(
     """And no more: the largest weight that is accepted has the largest scale."""
     if not fmt.suffixes or fmt is OTHER:
         return
-    spec = torch.ones(128, 128)
+    spec = torch.full((128, 128), FP8_MAX)
     (largest,) = {float(each) for each in fmt.encode(spec)[fmt.suffixes[0]].view(-1)}
     top = spec * (LARGEST_SCALE / largest)
     assert float(fmt.encode(top)[fmt.suffixes[0]].max()) <= LARGEST_SCALE
     top[3, 5] *= 1.01
     with pytest.raises(ValueError, match="too large"):
         fmt.encode(top)
-    if fmt is BLOCK_FP8:
+    if fmt in BLOCKS:
         fmt.check_values(fmt.suffixes[0], torch.tensor([LARGEST_SCALE]))
         with pytest.raises(ValueError, match="too large"):
             fmt.check_values(fmt.suffixes[0], torch.tensor([1.0, LARGEST_SCALE * 1.01]))
@@ -158,6 +163,7 @@ def stored(fmt: WeightFormat, shape: tuple[int, ...]) -> RouteTable:
     specs = {"w": TensorSpec(fmt.dtypes[0], shape)}
     specs |= {f"w{suffix}": spec for suffix, spec in fmt.companions(shape).items()}
     parameters = {name: torch.ones(spec.shape).to(spec.dtype) for name, spec in specs.items()}
+    mark(parameters["w"], fmt)
     table = RouteTable(
         {"w": shape}, {"w": [Route("w", whole(shape), "w", whole(shape))]}, parameters
     )
@@ -219,6 +225,18 @@ def test_storage_without_its_companions_is_refused(fmt: WeightFormat) -> None:
         }
         with pytest.raises(RouteError, match=f"w{suffix} is missing"):
             RouteTable(table.sources, table.routes, parameters).check()
+
+
+def test_codes_of_a_variant_come_with_its_scales() -> None:
+    """A checkpoint with powers of two is one of block FP8, and not the other way about."""
+    encoded = {f"w{s}": t for s, t in BLOCK_FP8.encode(weight(256, 256)).items()}
+    with pytest.raises(ValueError, match="w_scale_inv holds a scale that is not a power of two"):
+        sent(stored(BLOCK_FP8_UE8M0, (256, 256)), encoded, 1 << 17)
+    rounded = {f"w{s}": t for s, t in BLOCK_FP8_UE8M0.encode(weight(256, 256)).items()}
+    for fmt in BLOCKS:
+        sent(table := stored(fmt, (256, 256)), rounded, 1 << 17)
+        assert_same(table.parameters, rounded)
+        assert table.by_format() == {fmt.name: ["w"]}
 
 
 @pytest.mark.parametrize("fmt", ENGINE_ONLY, ids=lambda fmt: fmt.name)

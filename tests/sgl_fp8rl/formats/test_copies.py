@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.formats import ENGINE_ONLY, FORMATS, UNQUANTIZED, format_of
+from sgl_fp8rl.formats import BLOCK_FP8_UE8M0, BLOCKS, ENGINE_ONLY, FORMATS, UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import BLOCK, CopyDescriptor, group_descriptors
@@ -56,7 +56,7 @@ class TorchLaunch:
     @staticmethod
     def _format(given: CopyDescriptor) -> WeightFormat:
         if given.kept is None:
-            return format_of(given.target_dtype)
+            return BLOCK_FP8_UE8M0 if given.power_of_two else format_of(given.target_dtype)
         return next(fmt for fmt in ENGINE_ONLY if given.target_dtype in fmt.dtypes)
 
 
@@ -139,6 +139,22 @@ def test_what_is_quantized_keeps_its_box_and_what_is_copied_is_cut_anew(
         (launch,) = writer._launches[0]
         (codes, *_) = group_descriptors(launch.descriptors)
         assert set(codes.table["cols"]) == {48 if is_quantized else BLOCK}
+
+
+@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
+def test_a_kernel_is_told_which_scales_to_make_and_to_take(
+    fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_writer, "compile_descriptors", compile_in_torch)
+    original, table = weight(256, 128), stored(fmt, (256, 128))
+    encoded = {f"w{suffix}": t for suffix, t in fmt.encode(original).items()}
+    for tensors in ({"w": original}, encoded):
+        writer = triton_writer.TritonWriter(
+            table, describe(tensors.items()), BF16, torch.device("cpu")
+        )
+        (launch,) = writer._launches[0]
+        assert {each.power_of_two for each in launch.descriptors} == {fmt.power_of_two_scales}
+        assert [each.positive for each in launch.descriptors] == [False, True][: len(tensors)]
 
 
 @every_format

@@ -9,7 +9,7 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.engine.linear import FP8RLLinearMethod, FP8RLUE8M0LinearMethod
 from sgl_fp8rl.formats.padding import Side
 from sgl_fp8rl.gemm import candidates, dispatch
 from sgl_fp8rl.gemm.bench_inputs import difference
@@ -18,7 +18,7 @@ from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Entry
 from sgl_fp8rl.ops import activation_triton
 from sgl_fp8rl.ops.activation import Channels, attach, quantize_tokens
-from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
+from sgl_fp8rl.ops.reference import fp8_linear, quantize_activation, quantize_weight
 from tests.sgl_fp8rl.gemm import fakes
 
 N, K = 256, 384
@@ -171,7 +171,7 @@ def test_the_linear_method_asks_its_choices(
     monkeypatch: pytest.MonkeyPatch, choices: Choices
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(dispatch, "linear", lambda *given: calls.append(("ours", *given)))
+    monkeypatch.setattr(dispatch, "linear", lambda *given, **_: calls.append(("ours", *given)))
     monkeypatch.setattr(
         compat.Fp8LinearMethod, "apply", lambda _self, *given: calls.append(("stock", *given))
     )
@@ -188,3 +188,31 @@ def test_the_linear_method_asks_its_choices(
         ("ours", choices, layer, x, bias, None),
         ("stock", layer, x, bias),
     ]
+
+
+def test_scales_of_activations_may_be_powers_of_two(ran: Ran, choices: Choices, layer: Any) -> None:
+    """The very codes of the CPU platform; the control is without."""
+    y, plain = (
+        dispatch.linear(choices, layer, activation(5), power_of_two=each) for each in (True, False)
+    )
+    codes, scales = quantize_activation(activation(5), power_of_two=True)
+    assert torch.equal(y, fakes.exact(codes, scales, layer.weight, layer.weight_scale_inv))
+    assert not torch.equal(y, plain)
+
+
+def test_powers_of_two_are_never_left_to_sglangs_linear(
+    monkeypatch: pytest.MonkeyPatch, choices: Choices
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        dispatch, "linear", lambda chosen, *_, power_of_two: calls.append((chosen, power_of_two))
+    )
+    method: Any = object.__new__(FP8RLUE8M0LinearMethod)
+    layer, x = SimpleNamespace(weight=OnGpu()), activation(1)
+    method.apply(layer, x)
+    method.choices = choices
+    method.apply(layer, x)
+    assert calls == [(Choices.untuned(), True), (choices, True)]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(RuntimeError, match=r"block-fp8-ue8m0.*drop --enable-torch-compile"):
+        method.apply(layer, x)

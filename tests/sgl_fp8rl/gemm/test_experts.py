@@ -14,6 +14,8 @@ import torch
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import fusion
 from sgl_fp8rl.engine.moe import FP8RLMoEMethod, experts_reference
+from sgl_fp8rl.formats import BLOCK_FP8_UE8M0, BLOCKS
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.gemm import experts, grouped_experts
 from sgl_fp8rl.gemm.expert_tiles import Pair, Tiles
 from sgl_fp8rl.ops import activation, activation_triton, expert_rows, expert_rows_triton
@@ -78,14 +80,17 @@ def error(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("M", [1, 5, 40])
 @pytest.mark.parametrize("factor", [None, 2.5])
-def test_values_are_the_references(M: int, factor: float | None) -> None:
-    layer = Experts(routed_scaling_factor=factor, inplace=False)
-    x = rows(M, H, spread=1)
-    want = experts_reference(layer, x, *routes(M), factor or 1.0)
+@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
+def test_values_are_the_references(M: int, factor: float | None, fmt: WeightFormat) -> None:
+    layer = Experts(fmt=fmt, routed_scaling_factor=factor, inplace=False)
+    x, power_of_two = rows(M, H, spread=1), fmt.power_of_two_scales
+    want = experts_reference(layer, x, *routes(M), factor or 1.0, power_of_two=power_of_two)
     before = x.clone()
     got = experts.experts(layer, x, *routes(M))
     assert got.dtype == torch.bfloat16 and torch.equal(x, before)
     assert error(got, want) <= MAX_ERROR
+    other = experts_reference(layer, x, *routes(M), factor or 1.0, power_of_two=not power_of_two)
+    assert error(got, other) > MAX_ERROR  # the control
 
 
 def test_control_a_wrong_expert_shows() -> None:
@@ -252,7 +257,7 @@ def whose(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = SimpleNamespace(hidden_states="SGLang's")
     monkeypatch.setattr(compat.Fp8MoEMethod, "apply", lambda *args: stock)
     monkeypatch.setattr("sgl_fp8rl.engine.moe.experts", lambda *args: "ours")
-    monkeypatch.setattr("sgl_fp8rl.engine.moe.experts_reference", lambda *args: "the CPU's")
+    monkeypatch.setattr("sgl_fp8rl.engine.moe.experts_reference", lambda *args, **_: "the CPU's")
 
 
 @pytest.mark.usefixtures("whose")
@@ -260,6 +265,15 @@ def test_plain_experts_run_here() -> None:
     layer = Experts()
     assert apply(layer, rows(4, H)) == "the CPU's"
     assert apply(as_on_a_gpu(layer), rows(4, H)) == "ours"
+
+
+@pytest.mark.usefixtures("whose")
+def test_powers_of_two_are_never_left_to_sglangs_experts() -> None:
+    layer = Experts(fmt=BLOCK_FP8_UE8M0)
+    assert apply(as_on_a_gpu(layer), rows(4, H)) == "ours"
+    layer = Experts(fmt=BLOCK_FP8_UE8M0, activation="gelu")
+    with pytest.raises(RuntimeError, match=r"do not quantize activations as block-fp8-ue8m0"):
+        apply(as_on_a_gpu(layer), rows(4, H))
 
 
 _OTHERS: dict[str, dict[str, Any]] = {

@@ -26,13 +26,16 @@ Tensor = torch.Tensor
 BF16 = torch.bfloat16
 
 
-def assert_quantized(got: Quantized, y_MK: Tensor) -> None:
+both = pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power-of-two"])
+
+
+def assert_quantized(got: Quantized, y_MK: Tensor, power_of_two: bool = False) -> None:
     """The oracle's bytes of y, in DeepGEMM's layout."""
     M, K = y_MK.shape
     assert got.codes_MK.dtype == torch.float8_e4m3fn and got.codes_MK.is_contiguous()
     assert got.scales_Mk.dtype == torch.float32 and got.scales_Mk.shape == (M, K // 128)
     assert got.scales_Mk.stride() == (1, -(-M // 4) * 4)
-    codes, scales = exact.quantize(y_MK)
+    codes, scales = exact.quantize(y_MK, power_of_two=power_of_two)
     np.testing.assert_array_equal(got.codes_MK.view(torch.uint8).numpy(), codes)
     np.testing.assert_array_equal(got.scales_Mk.numpy(), scales)
 
@@ -40,9 +43,27 @@ def assert_quantized(got: Quantized, y_MK: Tensor) -> None:
 # ---- codes and scales
 
 
+@both
 @pytest.mark.parametrize("shape", [(1, 128), (3, 256), (4, 1152), (9, 4096)], ids=str)
-def test_bytes_of_rows(shape: tuple[int, int]) -> None:
-    assert_quantized(quantize_tokens(rows(*shape)), rows(*shape))
+def test_bytes_of_rows(shape: tuple[int, int], power_of_two: bool) -> None:
+    got = quantize_tokens(rows(*shape), power_of_two=power_of_two)
+    assert_quantized(got, rows(*shape), power_of_two)
+
+
+def test_bytes_of_powers_of_two_are_those_of_the_cpu_platform() -> None:
+    """And so of a trainer, on either: there is no approximate reciprocal in them."""
+    x_MK = torch.cat([planted()[:2], planted()[6:], rows(16, 256)])  # without NaN and Inf
+    got, want = quantize_tokens(x_MK, power_of_two=True), reference.quantize_activation
+    for mine, other in zip(got, want(x_MK, power_of_two=True), strict=True):
+        assert torch.equal(mine.contiguous().view(torch.uint8), other.view(torch.uint8))
+    plain = quantize_tokens(x_MK).scales_Mk  # the control
+    assert not torch.equal(plain, want(x_MK)[1])
+
+
+def test_powers_of_two_of_what_is_no_ordinary_number() -> None:
+    got = quantize_tokens(planted(), power_of_two=True)
+    assert_quantized(got, planted(), power_of_two=True)
+    assert not bool(((got.codes_MK.view(torch.uint8) & 0x7F) == 0x7F).any())
 
 
 def test_it_may_be_imported_where_a_model_is_made_on_the_meta_device() -> None:
@@ -67,10 +88,16 @@ def test_bytes_of_what_is_no_ordinary_number() -> None:
     assert set(codes[6, :2].tolist()) == {0x00, 0x80}  # an amax whose reciprocal is flushed
 
 
-@given(st.integers(1, 9), st.integers(1, 5), st.floats(0, 40), st.integers(0, 2**32 - 1))
-def test_bytes_of_any_rows(M: int, k: int, spread: float, seed: int) -> None:
+@given(
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.floats(0, 40),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+def test_bytes_of_any_rows(M: int, k: int, spread: float, seed: int, power_of_two: bool) -> None:
     x_MK = rows(M, 128 * k, spread=spread, seed=seed)
-    assert_quantized(quantize_tokens(x_MK), x_MK)
+    assert_quantized(quantize_tokens(x_MK, power_of_two=power_of_two), x_MK, power_of_two)
 
 
 def test_control_a_division_makes_other_bytes() -> None:
@@ -101,16 +128,19 @@ def test_rows_of_a_wider_tensor_and_no_rows() -> None:
 # ---- norms and SiLU
 
 
+@both
 @pytest.mark.parametrize("add", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("K", [128, 384, 4096])
-def test_norms(K: int, add: bool) -> None:
+def test_norms(K: int, add: bool, power_of_two: bool) -> None:
     x_MK, weight_K = rows(6, K), rows(1, K, seed=3, spread=1)[0]
     residual_MK = rows(6, K, seed=1) if add else None
     want = exact.rms_norm(x_MK, weight_K, 1e-6, residual_MK)
     summed = None if residual_MK is None else (x_MK.float() + residual_MK.float()).bfloat16()
-    y_MK, quantized = rms_norm_quantize(x_MK, weight_K, 1e-6, residual_MK)
+    y_MK, quantized = rms_norm_quantize(
+        x_MK, weight_K, 1e-6, residual_MK, power_of_two=power_of_two
+    )
     assert exact.ulps(y_MK, want) < MAX_ULPS
-    assert_quantized(quantized, y_MK)
+    assert_quantized(quantized, y_MK, power_of_two)
     assert (y_MK is x_MK) == add  # in place, as SGLang's
     if residual_MK is not None:
         assert torch.equal(residual_MK, summed)

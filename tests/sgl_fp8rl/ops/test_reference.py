@@ -28,6 +28,9 @@ SHAPES = [
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+both = pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power-of-two"])
+
+
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -42,16 +45,22 @@ def codes_of(codes: Tensor) -> oracle.Codes:
 
 
 def assert_weight_bytes(weight: Tensor) -> None:
-    codes, scale = reference.quantize_weight(weight)
-    want_codes, want_scale = oracle.quantize_weight(f32(weight))
-    assert scale.dtype is torch.float32
-    np.testing.assert_array_equal(scale.numpy(), want_scale)
-    np.testing.assert_array_equal(codes_of(codes), want_codes)
+    for power_of_two in (False, True):
+        codes, scale = reference.quantize_weight(weight, power_of_two=power_of_two)
+        want = oracle.quantize_weight(f32(weight), power_of_two=power_of_two)
+        assert_bytes(codes, scale, *want)
 
 
 def assert_activation_bytes(x: Tensor) -> None:
-    codes, scales = reference.quantize_activation(x)
-    want_codes, want_scales = oracle.quantize_activation(f32(x))
+    for power_of_two in (False, True):
+        codes, scales = reference.quantize_activation(x, power_of_two=power_of_two)
+        want = oracle.quantize_activation(f32(x), power_of_two=power_of_two)
+        assert_bytes(codes, scales, *want)
+
+
+def assert_bytes(
+    codes: Tensor, scales: Tensor, want_codes: oracle.Codes, want_scales: oracle.F32
+) -> None:
     assert scales.dtype is torch.float32
     np.testing.assert_array_equal(scales.numpy(), want_scales)
     np.testing.assert_array_equal(codes_of(codes), want_codes)
@@ -113,10 +122,11 @@ def planted(value: float, *, into: float = 0.02) -> Tensor:
 def test_bytes_of_extreme_values(weight: Tensor) -> None:
     assert_weight_bytes(weight)
     assert_activation_bytes(weight)
-    codes, scale = reference.quantize_weight(weight)
-    assert (scale >= torch.finfo(torch.float32).tiny).all()  # positive and normal, never flushed
-    assert not codes.float().isnan().any()
-    assert weight_excess(weight, codes, scale) <= 1
+    for power_of_two in (False, True):
+        codes, scale = reference.quantize_weight(weight, power_of_two=power_of_two)
+        assert (scale >= torch.finfo(torch.float32).tiny).all()  # normal, so that none is flushed
+        assert not codes.float().isnan().any()
+        assert weight_excess(weight, codes, scale) <= 1
 
 
 def test_no_code_passes_448() -> None:
@@ -157,11 +167,12 @@ def test_any_magnitude_has_the_oracle_bytes_and_bound(
 # ---- laws
 
 
+@both
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_round_trip_error_is_half_an_ulp(shape: tuple[int, ...]) -> None:
+def test_round_trip_error_is_half_an_ulp(shape: tuple[int, ...], power_of_two: bool) -> None:
     x = randn(*shape)
-    assert weight_excess(x, *reference.quantize_weight(x)) <= 1
-    codes, scales = reference.quantize_activation(x)
+    assert weight_excess(x, *reference.quantize_weight(x, power_of_two=power_of_two)) <= 1
+    codes, scales = reference.quantize_activation(x, power_of_two=power_of_two)
     assert oracle.excess_error(f32(x), codes_of(codes), scales.numpy(), rows=1) <= 1
 
 
@@ -226,6 +237,39 @@ def test_quantizing_again_gives_the_same_codes(
     torch.testing.assert_close(scale_again, scale, rtol=relative, atol=0)
 
 
+def amaxes() -> Tensor:
+    """448 times each power of two, its neighbours, and every mantissa's upper 12 bits; [A]."""
+    around = 448 * torch.exp2(torch.arange(-60.0, 119))
+    near = [torch.nextafter(around, torch.tensor(to)) for to in (0.0, torch.inf)]
+    return torch.cat([around, *near, 1 + torch.arange(4096) / 4096])
+
+
+def test_a_scale_is_the_least_power_of_two_that_fits() -> None:
+    scales = reference.scale_of(amaxes(), power_of_two=True).double()
+    fractions, _ = torch.frexp(scales)
+    assert (fractions == 0.5).all()
+    largest = (amaxes().double() / scales)[amaxes() > reference.AMAX_FLOOR]
+    assert (largest <= 448).all() and (largest > 224).all()
+
+
+def test_scales_and_codes_are_those_of_deep_gemm() -> None:
+    """As SGLang requantizes by it on Blackwell, above its floor; and then values stay."""
+    fp8_utils = pytest.importorskip("sglang.srt.layers.quantization.fp8_utils")
+    amax = amaxes()
+    want = fp8_utils.ceil_to_ue8m0(amax.clamp(min=reference.AMAX_FLOOR) / 448.0)
+    assert torch.equal(reference.scale_of(amax, power_of_two=True), want)
+    weight = blocks_of_many_sizes().bfloat16()
+    codes, scale = reference.quantize_weight(weight, power_of_two=True)
+    for found, made in zip(fp8_utils.per_block_cast_to_fp8(weight), (codes, scale), strict=True):
+        assert torch.equal(found.view(torch.uint8), made.view(torch.uint8))
+    values = reference.dequantize_weight(codes, scale)
+    again = fp8_utils.per_block_cast_to_fp8(values.bfloat16())
+    assert torch.equal(reference.dequantize_weight(*again), values)
+    plain = reference.dequantize_weight(*reference.quantize_weight(weight))
+    again = fp8_utils.per_block_cast_to_fp8(plain.bfloat16())
+    assert not torch.equal(reference.dequantize_weight(*again), plain)  # the control
+
+
 def test_leading_dimensions_are_independent_matrices() -> None:
     experts = blocks_of_many_sizes().reshape(3, 128, 512)
     codes, scale = reference.quantize_weight(experts)
@@ -259,25 +303,31 @@ def test_strides_do_not_matter() -> None:
     st.integers(0, 199),
     st.integers(0, 299),
     st.sampled_from([float("nan"), float("inf"), -float("inf")]),
+    st.booleans(),
 )
-def test_nan_and_inf_are_refused_in_any_position(row: int, col: int, bad: float) -> None:
+def test_nan_and_inf_are_refused_in_any_position(
+    row: int, col: int, bad: float, power_of_two: bool
+) -> None:
     x = randn(200, 300)
     x[row, col] = bad
     with pytest.raises(ValueError, match="NaN or Inf"):
-        reference.quantize_weight(x)
+        reference.quantize_weight(x, power_of_two=power_of_two)
 
 
 @given(
     st.integers(0, 199),
     st.integers(0, 299),
     st.sampled_from([float("nan"), float("inf"), -float("inf")]),
+    st.booleans(),
 )
-def test_nan_and_inf_of_a_token_are_its_own(row: int, col: int, bad: float) -> None:
+def test_nan_and_inf_of_a_token_are_its_own(
+    row: int, col: int, bad: float, power_of_two: bool
+) -> None:
     """Tokens of other requests are computed with it."""
     x, weight = randn(200, 300), reference.quantize_weight(randn(40, 300))
-    sound = reference.fp8_linear(x, *weight)
+    sound = reference.fp8_linear(x, *weight, power_of_two=power_of_two)
     x[row, col] = bad
-    y = reference.fp8_linear(x, *weight)
+    y = reference.fp8_linear(x, *weight, power_of_two=power_of_two)
     others = torch.arange(len(x)) != row
     assert y[row].isnan().all()
     assert torch.equal(y[others], sound[others])
@@ -296,15 +346,24 @@ def test_nan_in_one_expert_is_refused(dtype: torch.dtype) -> None:
 FP32_ROUNDING = 2.0**-24
 
 
-def linear_excess(y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> float:
+def linear_excess(
+    y: Tensor,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    power_of_two: bool = False,
+) -> float:
     """Largest error of ``y`` against float64, in units of FP32's worst case.
 
     Higham's bound for a dot product of K terms, with two roundings more for the dequantized
     factors, one for the bias and one for the output's dtype.
     """
     c, s = codes_of(codes), scale.numpy()
-    want = oracle.linear(f32(x), c, s, None if bias is None else f32(bias))
-    x_abs = np.abs(oracle.dequantize_activation(*oracle.quantize_activation(f32(x))))
+    bias_N = None if bias is None else f32(bias)
+    want = oracle.linear(f32(x), c, s, bias_N, power_of_two=power_of_two)
+    tokens = oracle.quantize_activation(f32(x), power_of_two=power_of_two)
+    x_abs = np.abs(oracle.dequantize_activation(*tokens))
     size = x_abs @ np.abs(oracle.dequantize_weight(c, s)).T
     if bias is not None:
         size += np.abs(f32(bias))
@@ -313,15 +372,19 @@ def linear_excess(y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bias: Tens
     return float(np.max(np.abs(y.double().numpy() - want) / bound))
 
 
+@both
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_fp8_linear_against_float64(dtype: torch.dtype, with_bias: bool) -> None:
+def test_fp8_linear_against_float64(
+    dtype: torch.dtype, with_bias: bool, power_of_two: bool
+) -> None:
     x = randn(5, 300, seed=1, dtype=dtype)
     bias = randn(257, seed=2, dtype=dtype) if with_bias else None
-    codes, scale = reference.quantize_weight(randn(257, 300))
-    y = reference.fp8_linear(x, codes, scale, bias)
+    codes, scale = reference.quantize_weight(randn(257, 300), power_of_two=power_of_two)
+    y = reference.fp8_linear(x, codes, scale, bias, power_of_two=power_of_two)
     assert y.dtype is dtype and y.shape == (5, 257)
-    assert linear_excess(y, x, codes, scale, bias) <= 1
+    assert linear_excess(y, x, codes, scale, bias, power_of_two) <= 1
+    assert linear_excess(y, x, codes, scale, bias, not power_of_two) > 1  # the control
 
 
 def test_fp8_linear_control_an_unquantized_activation_is_seen() -> None:

@@ -42,7 +42,7 @@ INTERPRETED = {
     "test_qk_rope": (70, 10),
     "test_heads_triton": (70, 4),
     "test_activation": (30, 23),
-    "test_fp8_forward": (4, 35),
+    "test_fp8_forward": (8, 65),
     "test_sample_triton": (70, 1),
     "test_expert_rows": (12, 0),
     "test_expert_tiles": (13, 3),

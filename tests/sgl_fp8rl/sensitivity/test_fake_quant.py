@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8, INT8
+from sgl_fp8rl.formats import BLOCKS, CHANNEL_FP8, INT8
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 from sgl_fp8rl.sensitivity import fake_quant
@@ -64,7 +64,7 @@ def test_a_linear(has_bias: bool) -> None:
     assert (error <= BF16_ROUNDING * np.abs(exact) + 1e-5).all()
 
 
-@pytest.mark.parametrize("fmt", [BLOCK_FP8, CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [*BLOCKS, CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_ragged"])
 def test_experts_are_those_of_a_cpu_engine(family: str, fmt: WeightFormat, load: Load) -> None:
     """Padded or not: each half of gate_up is quantized by itself."""
@@ -82,7 +82,7 @@ def test_experts_are_those_of_a_cpu_engine(family: str, fmt: WeightFormat, load:
     assert torch.equal(experts(x, ids, weights), before) and not torch.equal(got, before)
     parameters: Any = dict(experts.named_parameters())
     size = parameters["down_proj"].shape[-1]
-    padded = -(-size // 128) * 128 if fmt is BLOCK_FP8 else size
+    padded = -(-size // 128) * 128 if fmt in BLOCKS else size
     up, down = torch.zeros(4, 2 * padded, 256), torch.zeros(4, 256, padded)
     for half in range(2):
         rows = parameters["gate_up_proj"][:, half * size :][:, :size]
@@ -95,7 +95,12 @@ def test_experts_are_those_of_a_cpu_engine(family: str, fmt: WeightFormat, load:
             activation="silu", apply_router_weight_on_input=False, routed_scaling_factor=None
         ),
     )
-    assert torch.equal(got, experts_reference(layer, x, weights, ids))
+    power_of_two = fmt.power_of_two_scales
+    want = experts_reference(layer, x, weights, ids, power_of_two=power_of_two)
+    assert torch.equal(got, want)
+    if fmt in BLOCKS:  # the control
+        other = experts_reference(layer, x, weights, ids, power_of_two=not power_of_two)
+        assert not torch.equal(got, other)
 
 
 def test_experts_of_another_form_are_refused(load: Load) -> None:
