@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PRECIOUS: .venv/%/.packages .venv/%/.ready
-.PHONY: packages test test-full guarantees soak fast fuzz verl oldest lint demo demo-pretrained api wheel clean
+.PHONY: packages test test-full guarantees soak fast fuzz verl drift oldest lint demo demo-pretrained api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
@@ -52,6 +52,27 @@ fuzz: $(VENV)/.ready
 # The adapter of verl and the correction beside verl itself; a test that is skipped fails it.
 verl: .venv/verl/.ready
 	$(PYTHON) -m tests.run verl
+
+# What other SGLangs changed of what this package uses: `make drift SGLANG=0.5.24`, on build/drift.md. `TESTS=0.5.24`
+# makes its environment besides, of 9 GB, where tests of what SGLang resolves run and a server starts.
+SGLANG ?= $(NEWEST)
+DRIFT_WHEELS = $(sort $(OLDEST:%=build/sglang/%) $(NEWEST:%=build/sglang/%) $(SGLANG:%=build/sglang/%))
+DRIFT_VENVS = $(foreach v,$(TESTS),.venv/$(if $(filter $(v),$(OLDEST) $(NEWEST)),,drift-)$(v))
+
+drift: $(DRIFT_WHEELS) $(DRIFT_VENVS:%=%/.ready)
+	$(PYTHON) -m tests.drift $(SGLANG:%=build/sglang/%/*.whl) \
+		--base $(OLDEST:%=build/sglang/%/*.whl) $(NEWEST:%=build/sglang/%/*.whl) \
+		--python $(DRIFT_VENVS:%=%/bin/python) --page build/drift.md $(DRIFT_FLAGS)
+
+build/sglang/%:
+	$(PYTHON) -m pip download --no-deps --only-binary :all: --dest $@.part "sglang==$*"
+	mv $@.part $@
+
+.venv/drift-%/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/$(PIP) install "sglang==$*" --editable ".[dev,examples,trl]"
+	$(PYTHON) -m tests.hardlink $(@D)
+	touch $@
 
 oldest: $(VENV)/.ready
 

@@ -1,0 +1,1 @@
+"""What another SGLang changed of what this package uses (``python -m tests.drift``)."""
