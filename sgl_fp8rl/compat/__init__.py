@@ -7,7 +7,7 @@ symbol that an SGLang version moved or dropped ends in one error that names both
 import importlib
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from importlib.abc import InspectLoader
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -208,23 +208,6 @@ def _nested(code: CodeType | None) -> Iterator[CodeType]:
         if isinstance(const, CodeType):
             yield const
             yield from _nested(const)
-
-
-def check_hooks(targets: Collection[str] = ()) -> None:
-    """Check that every hook is in place: SGLang logs and forgets one that it cannot apply.
-
-    Args:
-        targets: default all of the plugin.
-
-    Raises:
-        IncompatibleSGLangError: a hook is not.
-    """
-    applied = _look_up(SYMBOLS["HookRegistry"])._patched
-    missing = sorted({*(targets or (*HOOK_TARGETS.values(), *stock_updates()))} - applied)
-    if missing:
-        raise IncompatibleSGLangError(
-            f"SGLang {sglang_version()} did not let sgl-fp8rl wrap {missing[0]}; its log says why"
-        )
 
 
 def _found(path: str) -> bool:
