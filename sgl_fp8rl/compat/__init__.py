@@ -1,7 +1,8 @@
 """Every symbol of SGLang that we touch, looked up here, and every attribute that our hooks use.
 
-``compat.Fp8Config`` and the like resolve lazily, so importing this package loads no SGLang. A
-symbol that an SGLang version moved or dropped ends in one error that names both.
+``compat.Fp8Config`` and the like resolve at their first use, so importing this package loads no
+SGLang, and are kept until ``forget``. A symbol that an SGLang version moved or dropped ends in one
+error that names both.
 """
 
 import importlib
@@ -90,7 +91,14 @@ def __getattr__(name: str) -> Any:
         return _look_up(f"sglang.srt.managers.io_struct:{name}")
     if name not in SYMBOLS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _look_up(SYMBOLS[name])
+    found = globals()[name] = _look_up(SYMBOLS[name])
+    return found
+
+
+def forget() -> None:
+    """Look each symbol up again at its next use: for tests, which change SGLang."""
+    for name in SYMBOLS:
+        globals().pop(name, None)
 
 
 def _target_path(target: str) -> str:

@@ -221,6 +221,15 @@ def test_sglang_has_each_attribute() -> None:
     assert [path for path, found in checked if not found] == []
 
 
+def test_a_symbol_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(compat, "_look_up", lambda path: found.append(path) or object())
+    first = compat.Engine
+    assert compat.Engine is first and found == [compat.SYMBOLS["Engine"]]
+    compat.forget()
+    assert compat.Engine is not first and len(found) == 2
+
+
 def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     class Base:
         in_body: int
