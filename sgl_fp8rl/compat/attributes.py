@@ -79,7 +79,7 @@ ATTRIBUTES: dict[str, str] = {
     ),
     f"{_MANAGERS}.scheduler_components.output_sender.SenderWrapper": "send_output",
     f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
-        "is_fully_idle offload_tags tp_worker"
+        "offload_tags scheduler tp_worker"
     ),
     f"{_MANAGERS}.tp_worker.TpModelWorker": "model_runner",
     f"{_MANAGERS}.schedule_batch.Req": (
