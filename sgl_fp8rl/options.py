@@ -4,11 +4,11 @@ SGLang's spawned processes inherit only the environment: flags and keywords beco
 before that. ``current_options`` is called where a process enters our code with nothing of ours in
 hand, and its result is handed on from there:
 
-- ``plugin.check_scheduler_args``, before a scheduler starts, for its check;
+- ``activate.check_scheduler_args``, before a scheduler starts, for its check;
 - ``FP8RLConfig.__init__``, which SGLang makes of the checkpoint, for the layers that stay BF16;
 - ``loader.choose_loader``, for the loader, which keeps it in ``EngineWeights``, where the
   scheduler's hook and the start of the kernels find it;
-- ``plugin.without_key``, for the key alone, and verl's arguments, for the KV cache alone;
+- verl's arguments, for the KV cache alone;
 - ``kv_setup.with_token_scales``, where SGLang sizes the KV cache;
 - ``Control.__init__``, in the main process, for the control channel;
 - ``cli._tune``, which has no engine.

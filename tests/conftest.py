@@ -55,11 +55,8 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def _lazy_symbols() -> Iterator[None]:
-    """Let no test leave a symbol of SGLang in ``compat``, which looks each one up when it is used.
-
-    ``monkeypatch`` finds one by such a look-up and puts it back as a plain attribute, which a later
-    patch of SGLang itself would not reach.
-    """
+    """Let each test look SGLang's symbols up, as another one may have patched SGLang itself."""
+    compat.forget()
     before = set(vars(compat))
     yield
     for name in set(vars(compat)) - before:

@@ -14,7 +14,7 @@ PACKAGES = ("server_args", "sgl_fp8rl", "trainer_bridge")
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     "server_args",
-    "sgl_fp8rl sgl_fp8rl.constants sgl_fp8rl.options sgl_fp8rl.files",
+    "sgl_fp8rl sgl_fp8rl.constants sgl_fp8rl.options sgl_fp8rl.files sgl_fp8rl.after_import",
     "sgl_fp8rl.ops",
     "sgl_fp8rl.formats",
     # what trainer and engine share
@@ -58,7 +58,7 @@ LAYERS = (
     "sgl_fp8rl.engine.embedding_cache "
     "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.engine.lost_rows sgl_fp8rl.gemm "
     "sgl_fp8rl.kv_cache",
-    "sgl_fp8rl.engine.layer_method",
+    "sgl_fp8rl.engine.layer_method sgl_fp8rl.engine.wrapping sgl_fp8rl.engine.quant_name",
     "sgl_fp8rl.engine.channel",
     "sgl_fp8rl.engine.linear sgl_fp8rl.engine.routed_experts sgl_fp8rl.engine.sampler "
     "sgl_fp8rl.engine.output_stream sgl_fp8rl.engine.internal_requests "

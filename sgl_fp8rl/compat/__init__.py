@@ -1,13 +1,14 @@
 """Every symbol of SGLang that we touch, looked up here, and every attribute that our hooks use.
 
-``compat.Fp8Config`` and the like resolve lazily, so importing this package loads no SGLang. A
-symbol that an SGLang version moved or dropped ends in one error that names both.
+``compat.Fp8Config`` and the like resolve at their first use, so importing this package loads no
+SGLang, and are kept until ``forget``. A symbol that an SGLang version moved or dropped ends in one
+error that names both.
 """
 
 import importlib
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from importlib.abc import InspectLoader
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -90,7 +91,14 @@ def __getattr__(name: str) -> Any:
         return _look_up(f"sglang.srt.managers.io_struct:{name}")
     if name not in SYMBOLS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _look_up(SYMBOLS[name])
+    found = globals()[name] = _look_up(SYMBOLS[name])
+    return found
+
+
+def forget() -> None:
+    """Look each symbol up again at its next use: for tests, which change SGLang."""
+    for name in SYMBOLS:
+        globals().pop(name, None)
 
 
 def _target_path(target: str) -> str:
@@ -208,23 +216,6 @@ def _nested(code: CodeType | None) -> Iterator[CodeType]:
         if isinstance(const, CodeType):
             yield const
             yield from _nested(const)
-
-
-def check_hooks(targets: Collection[str] = ()) -> None:
-    """Check that every hook is in place: SGLang logs and forgets one that it cannot apply.
-
-    Args:
-        targets: default all of the plugin.
-
-    Raises:
-        IncompatibleSGLangError: a hook is not.
-    """
-    applied = _look_up(SYMBOLS["HookRegistry"])._patched
-    missing = sorted({*(targets or (*HOOK_TARGETS.values(), *stock_updates()))} - applied)
-    if missing:
-        raise IncompatibleSGLangError(
-            f"SGLang {sglang_version()} did not let sgl-fp8rl wrap {missing[0]}; its log says why"
-        )
 
 
 def _found(path: str) -> bool:

@@ -16,7 +16,7 @@ METHODS = (
     f"{_MANAGERS}.scheduler.Scheduler.abort_request",
     f"{_MANAGERS}.scheduler.Scheduler.pause_generation",
     f"{_MANAGERS}.scheduler.Scheduler.continue_generation",
-    "sglang.srt.plugins.hook_registry.HookRegistry._patched",
+    "sglang.srt.plugins.hook_registry.HookRegistry._apply_target",
     "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights",
     "sglang.srt.model_loader.loader.DefaultModelLoader.Source",
     f"{_LAYERS}.quantization.fp8.Fp8MoEMethod.is_deepgemm_moe_runner_backend_enabled",
@@ -41,7 +41,6 @@ ATTRIBUTES: dict[str, str] = {
     ),
     f"{_MANAGERS}.tokenizer_manager.ServerStatus": "Starting",
     f"{_MANAGERS}.tokenizer_manager.SignalHandler": "running_phase_sigquit_handler sigterm_handler",
-    "sglang.srt.plugins.hook_registry.HookRegistry": "apply_hooks register",
     "sglang.srt.plugins.hook_registry.HookType": "AROUND",
     "sglang.srt.server_args.PortArgs": "rpc_ipc_name",
     "sglang.srt.server_args.ServerArgs": (
@@ -80,7 +79,7 @@ ATTRIBUTES: dict[str, str] = {
     ),
     f"{_MANAGERS}.scheduler_components.output_sender.SenderWrapper": "send_output",
     f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
-        "is_fully_idle offload_tags tp_worker"
+        "offload_tags scheduler tp_worker"
     ),
     f"{_MANAGERS}.tp_worker.TpModelWorker": "model_runner",
     f"{_MANAGERS}.schedule_batch.Req": (

@@ -4,11 +4,14 @@ these paths itself."""
 _RESULTS = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 )
-# The plugin's.
+# In each process of SGLang.
 HOOK_TARGETS = {
-    "prepare_server_args": "sglang.srt.server_args.prepare_server_args",
     "add_cli_args": "sglang.srt.server_args.ServerArgs.add_cli_args",
     "from_cli_args": "sglang.srt.server_args.ServerArgs.from_cli_args",
+    "publish": "sglang.srt.runtime_context.publish",
+}
+# In those of an engine of ours.
+HOOK_TARGETS |= {
     "verify_quantization": "sglang.srt.configs.model_config.ModelConfig._verify_quantization",
     "get_model_architecture": "sglang.srt.model_loader.utils.get_model_architecture",
     "get_model_loader": "sglang.srt.model_loader.loader.get_model_loader",

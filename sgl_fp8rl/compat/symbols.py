@@ -22,6 +22,7 @@ SYMBOLS = {
     "deep_gemm_linear": "sglang.srt.layers.quantization.fp8_utils:"
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
     "deep_gemm_warmup": "sglang.srt.layers.deep_gemm_wrapper:compile_utils",
+    "publish": "sglang.srt.runtime_context:publish",
     "get_schedule": "sglang.srt.runtime_context:get_schedule",
     # routed experts
     "get_global_experts_capturer": "sglang.srt.state_capturer.routed_experts"

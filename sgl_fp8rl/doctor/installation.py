@@ -114,10 +114,11 @@ def _entry_point(label: str, owner: str, group: str, name: str, target: str) -> 
 
 
 def check_registration() -> Iterator[Check]:
-    """Whether SGLang resolves the quantization ``fp8rl`` to ours."""
+    """Whether SGLang resolves the quantization ``fp8rl`` to ours, and that can start."""
     importlib.import_module("sglang.srt.plugins").load_plugins()
     quantization = importlib.import_module("sglang.srt.layers.quantization")
     found = quantization.get_quantization_config("fp8rl")
+    importlib.import_module("sgl_fp8rl.engine.activate").activate()
     path = f"{found.__module__}.{found.__qualname__}"
     is_ours = path.startswith("sgl_fp8rl.")
     yield Check("quantization fp8rl", "ok" if is_ours else "fail", f"SGLang resolves it to {path}")

@@ -1,4 +1,4 @@
-"""SGLang's arguments that an fp8rl engine refuses, as SGLang resolved them."""
+"""SGLang's arguments of an fp8rl engine: what it is told, and what is refused once resolved."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,9 @@ from sgl_fp8rl.kv_cache.scales import read_file
 from sgl_fp8rl.protocol import nixl_memory
 from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
 
+BLACKWELL = 10
+"""The major number of its compute capability in data centres."""
+GEMM_BACKENDS = ("fp8_gemm_runner_backend", "moe_runner_backend")
 REFUSED: Mapping[str, Mapping[str, object]] = {
     "updates reach one tokenizer worker, one scheduler and its ranks on one host": {
         "tokenizer_worker_num": 1,
@@ -55,6 +58,30 @@ REFUSED: Mapping[str, Mapping[str, object]] = {
     "this way to serve has no control route": {"smg_grpc_mode": False, "grpc_mode": False},
 }
 """Why, and each field with the value that is not refused: SGLang's default, or an empty one."""
+
+
+def before_resolution(given: Mapping[str, Any], options: Fp8RLServerArgs) -> dict[str, Any]:
+    """What SGLang is told besides what the user gave an engine of ours.
+
+    These alone are decided before SGLang resolves its arguments, whose defaults would not serve.
+    All else is decided on what it resolved (``compat/settings.py``).
+
+    Raises:
+        ValueError: the user's choice cannot apply KV scales here.
+    """
+    told: dict[str, Any] = {}
+    if given.get("load_format") == "dummy":
+        told["skip_server_warmup"] = True  # quarantined: its warm-up request would fail
+    capability = backends.capability()
+    kv_cache_dtype = backends.dtype_of(options.kv_cache, given.get("kv_cache_dtype"))
+    if backends.check_dtype(kv_cache_dtype):
+        told["kv_cache_dtype"] = kv_cache_dtype
+        told |= backends.choose(given, capability, options.kv_cache or E4M3)
+    if capability is not None and capability[0] == BLACKWELL:
+        # DeepGEMM would requantize weights there, to scales that are powers of two
+        unset = [name for name in GEMM_BACKENDS if given.get(name) in (None, "auto")]
+        told |= dict.fromkeys(unset, "triton")
+    return told
 
 
 def check_server_args(server_args: Any, options: Fp8RLServerArgs) -> None:

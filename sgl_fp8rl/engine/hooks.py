@@ -1,17 +1,11 @@
-"""Our hooks in SGLang's registry: the plugin's, and those of the backends that SGLang chose."""
+"""Hooks on what SGLang chose for an engine: its attention backends, and the CPU platform."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import cpu_kernels, kv_attention
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
-from sgl_fp8rl.engine.kv_call import Hook
-
-
-def register(target: str, hook: Hook) -> None:
-    """Put ``hook`` around SGLang's function ``target``."""
-    compat.HookRegistry.register(target, hook, compat.HookType.AROUND)
+from sgl_fp8rl.engine.wrapping import Hook, wrap
 
 
 def wrap_attention(prefill: str, decode: str, model: Any) -> None:
@@ -26,7 +20,7 @@ def wrap_attention(prefill: str, decode: str, model: Any) -> None:
         around = kv_attention.HOOKS[backend]
         hooks[f"{compat.ATTENTION_BACKENDS[backend]}.forward_{phase}"] = getattr(around, phase)
         hooks |= around.attach(model)
-    _wrap(hooks)
+    wrap(hooks)
 
 
 def wrap_plans() -> None:
@@ -35,7 +29,7 @@ def wrap_plans() -> None:
     Raises:
         IncompatibleSGLangError: SGLang lacks a function.
     """
-    _wrap(dict.fromkeys(compat.FLASHINFER_PLANS, wait_for_copy))
+    wrap(dict.fromkeys(compat.FLASHINFER_PLANS, wait_for_copy))
 
 
 def wrap_kernels() -> None:
@@ -44,18 +38,10 @@ def wrap_kernels() -> None:
     Raises:
         IncompatibleSGLangError: SGLang lacks the function.
     """
-    _wrap(
+    wrap(
         {
             compat.SHARED_EXPERT_GATE: cpu_kernels.gate_shared_expert,
             compat.LOGITS_CAP: cpu_kernels.cap_logits,
             compat.TRITON_LAUNCH: cpu_kernels.refuse_launch,
         }
     )
-
-
-def _wrap(hooks: Mapping[str, Hook]) -> None:
-    for target, hook in hooks.items():
-        if target not in compat.HookRegistry._patched:
-            register(target, hook)
-    compat.HookRegistry.apply_hooks()
-    compat.check_hooks(hooks)

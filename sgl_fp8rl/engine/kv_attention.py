@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.engine.kv_call import Call, Hook, for_scaled_layers
+from sgl_fp8rl.engine.kv_call import Call, for_scaled_layers
 from sgl_fp8rl.engine.kv_decode import fused_forward, mark
 from sgl_fp8rl.engine.kv_prefill import attend_to_values, fa3_extend
+from sgl_fp8rl.engine.wrapping import Hook
 from sgl_fp8rl.kv_cache.backends import FA3, TRTLLM_MHA
 from sgl_fp8rl.kv_cache.scales import ScaledLayer
 from sgl_fp8rl.ops.paged_decode import Pages, attend

@@ -14,9 +14,6 @@ from sgl_fp8rl.kv_cache.quant_error import observe
 from sgl_fp8rl.kv_cache.quantized import Caches, LayerKV, layer_kv
 from sgl_fp8rl.kv_cache.scales import ScaledLayer
 
-Hook = Callable[..., Any]
-"""Called with SGLang's own function first, then with its arguments."""
-
 
 class Call(NamedTuple):
     """Of a backend, for one of our layers."""

@@ -56,10 +56,13 @@ def fused_forward(
     positions: torch.Tensor,
     hidden_states: Any,
     forward_batch: Any,
+    *more: Any,
+    **others: Any,
 ) -> torch.Tensor:
-    """AROUND ``forward`` of the classes in ``compat.DECODED_ATTENTION``."""
-    if not _is_decode(attention, positions, hidden_states, forward_batch):
-        out = original(attention, positions, hidden_states, forward_batch)
+    """AROUND ``forward`` of the classes in ``compat.DECODED_ATTENTION``, which does what is asked
+    besides."""
+    if more or others or not _is_decode(attention, positions, hidden_states, forward_batch):
+        out = original(attention, positions, hidden_states, forward_batch, *more, **others)
         return out  # type: ignore[no-any-return]
     if hidden_states.is_cuda:
         from sgl_fp8rl.ops.qk_rope_triton import norm_rope_store

@@ -67,13 +67,10 @@ def release(original: Any, updater: Any, request: Any) -> Any:
     if not tags:
         return compat.ReleaseMemoryOccupationReqOutput()
     request.tags = tags
-    try:
-        output = original(updater, request)
-    except AssertionError:
-        if updater.is_fully_idle():
-            raise
+    if not is_idle(updater.scheduler):
         weights.waiting.append(request)
         return None
+    output = original(updater, request)
     _note(weights, updater)
     if weights.released:
         weights.quarantine("the weights' memory was released; resume it and send a complete update")

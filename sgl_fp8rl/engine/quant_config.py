@@ -16,6 +16,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import linear, moe
 from sgl_fp8rl.engine.log_filter import without_line
+from sgl_fp8rl.engine.quant_name import overrides
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
 from sgl_fp8rl.formats.padding import padding_of
 from sgl_fp8rl.formats.weight_format import WeightFormat
@@ -52,7 +53,6 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
     channel format."""
 
     def __init__(self, ignored_layers: list[str] | None = None, **_: Any) -> None:
-        compat.check_hooks()
         with without_line(super().__init__, "Detected fp8 checkpoint"):
             super().__init__(
                 is_checkpoint_fp8_serialized=True,
@@ -72,6 +72,8 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
                 raise ValueError(f"this GPU has no kernels: {refused}; choose another fp8rl-format")
         if self.formats[0] in BLOCKS and self.ragged == "channel":
             self.formats.append(CHANNEL_FP8)
+
+    override_quantization_method = staticmethod(overrides)
 
     def get_name(self) -> str:
         return NAME
@@ -104,12 +106,6 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
                 f"checkpoint"
             )
         return made
-
-    @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
-        if user_quant == NAME and (hf_quant_cfg or {}).get("quant_method") == "fp8":
-            return NAME
-        return None
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, compat.LinearBase):

@@ -1,5 +1,6 @@
 """SGLang's own configuration, as an engine of some arguments would see it, and another format."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
     from tests.sgl_fp8rl.resolving import Start
 
 Publish = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test put the hooks of an engine on in this process, which they would all have then."""
+    if "sglang" in sys.modules:
+        monkeypatch.setattr("sgl_fp8rl.engine.activate.activate", lambda: None)
 
 
 @pytest.fixture

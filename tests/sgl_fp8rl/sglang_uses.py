@@ -25,7 +25,7 @@ PASSES_ON = {"enumerate", "iter", "list", "next", "reversed", "sorted", "vars", 
 """Builtins whose result holds their arguments, or is a part of them."""
 MUTATES = re.compile(
     r"append|extend|insert|remove|pop|popitem|clear|update|discard|setdefault|sort|reverse|register"
-    r"|(add|apply|set)(_\w+)?|__(set|del)(attr|item)__"
+    r"|_?(add|apply|set)(_\w+)?|__(set|del)(attr|item)__"
 )
 SETS = re.compile(r"(setattr|delattr|.*\.__(set|del)attr__)$")
 OF_SGLANG = re.compile(r"(typing\.)?Any|(torch\.)?nn\.Module|None")

@@ -33,7 +33,7 @@ NOT_SGLANG = {
     "trainer_bridge/fp8_layers.py": r"(ctx|module)\..*|super\(\)\.__setattr__\(name, value\)",
     "trainer_bridge/fp8_weights.py": r"local\.fsdp_.*|out\.codes",
     # the import system's
-    "sgl_fp8rl/integrations/verl/plugin.py": r"spec\.loader\.exec_module",
+    "sgl_fp8rl/after_import.py": r"spec\.loader\.exec_module",
 }
 """Writes outside of ``engine/`` into what the test cannot tell from SGLang's, by file or folder."""
 COMPUTED = {
@@ -222,6 +222,15 @@ def test_sglang_has_each_attribute() -> None:
     checked = compat.check_attributes()
     assert len(checked) > 200
     assert [path for path, found in checked if not found] == []
+
+
+def test_a_symbol_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(compat, "_look_up", lambda path: found.append(path) or object())
+    first = compat.Engine
+    assert compat.Engine is first and found == [compat.SYMBOLS["Engine"]]
+    compat.forget()
+    assert compat.Engine is not first and len(found) == 2
 
 
 def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,11 +85,10 @@ MAY_NAME_VARIABLES = {
 }
 ENTRIES = {
     ("sgl_fp8rl/options.py", "read_options"),
-    ("sgl_fp8rl/engine/plugin.py", "check_scheduler_args"),
+    ("sgl_fp8rl/engine/activate.py", "check_scheduler_args"),
     ("sgl_fp8rl/engine/quant_config.py", "FP8RLConfig.__init__"),
     ("sgl_fp8rl/engine/loader.py", "choose_loader"),
     ("sgl_fp8rl/engine/kv_setup.py", "with_token_scales"),
-    ("sgl_fp8rl/engine/plugin.py", "without_key"),
     ("sgl_fp8rl/integrations/verl/server.py", "_our_arguments.Arguments.__new__"),
     ("sgl_fp8rl/engine/control.py", "Control.__init__"),
     ("sgl_fp8rl/cli.py", "_tune"),

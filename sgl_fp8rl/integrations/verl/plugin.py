@@ -8,13 +8,10 @@ own are imported: that takes seconds, and most of verl's processes do not need t
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
+from sgl_fp8rl.after_import import after_import
 from sgl_fp8rl.constants import NAME
 
 ROLLOUT = "sglang"
@@ -56,22 +53,6 @@ def _replica_after(stock: Callable[[], type]) -> Callable[[], type]:
     return load
 
 
-class _AfterTrainers(MetaPathFinder):
-    """Registers our trainer at the end of the import of verl's."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == TRAINERS else None
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_register(module: ModuleType) -> None:
-                load(module)
-                register_trainer()
-
-            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
-        return spec
-
-
 def register_trainer() -> None:
     """Import our trainer, which registers it; verl's own stay usable without it."""
     try:
@@ -87,10 +68,7 @@ def register_trainer() -> None:
 
 try:
     register()
-    if TRAINERS in sys.modules:
-        register_trainer()
-    else:
-        sys.meta_path.insert(0, _AfterTrainers())
+    after_import(TRAINERS, register_trainer)
 except Exception as error:
     # verl logs what a plugin raises for debugging only, and goes on
     logger.error(

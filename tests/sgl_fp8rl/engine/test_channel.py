@@ -24,7 +24,6 @@ every_format = pytest.mark.parametrize("fmt", [CHANNEL_FP8, INT8], ids=lambda fm
 
 
 def config(monkeypatch: pytest.MonkeyPatch, **options: Any) -> quant_config.FP8RLConfig:
-    monkeypatch.setattr(compat, "check_hooks", lambda: None)
     monkeypatch.setattr(quant_config, "current_options", lambda: Fp8RLServerArgs(**options))
     return quant_config.FP8RLConfig()
 

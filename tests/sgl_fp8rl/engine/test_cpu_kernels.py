@@ -79,7 +79,7 @@ def test_what_is_wrapped_is_there(kernels: Any, monkeypatch: pytest.MonkeyPatch)
     from sgl_fp8rl.engine import hooks
 
     wrapped: dict[str, Any] = {}
-    monkeypatch.setattr(hooks, "_wrap", wrapped.update)
+    monkeypatch.setattr(hooks, "wrap", wrapped.update)
     hooks.wrap_kernels()
     assert len(wrapped) == 3
     for target, hook in wrapped.items():

@@ -156,6 +156,20 @@ def test_other_steps_take_the_original_way(name: str) -> None:
     assert not module.seen and not module.attn.calls
 
 
+@pytest.mark.parametrize("more", [((1,), {}), ((), {"new": 1})], ids=["place", "name"])
+def test_what_is_asked_besides_takes_the_original_way(
+    more: tuple[tuple[int, ...], dict[str, int]],
+) -> None:
+    """As an argument that a newer SGLang has."""
+    module, got, batch, hidden = made()
+    kv_decode.mark(module)
+    given, named = more
+    out: Any = kv_decode.fused_forward(
+        lambda *args, **kw: (args[4:], kw), module, got.positions, hidden, batch, *given, **named
+    )
+    assert out == more
+
+
 def test_a_compiled_model_takes_the_original_way(monkeypatch: pytest.MonkeyPatch) -> None:
     module, got, batch, hidden = made()
     kv_decode.mark(module)

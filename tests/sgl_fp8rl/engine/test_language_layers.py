@@ -103,7 +103,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One process, BF16, and a plugin that is registered."""
-    monkeypatch.setattr(compat, "check_hooks", lambda: None)
     group = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
     kinds = ("tp", "attn_tp", "attn_dp", "attn_cp", "moe_tp", "moe_ep", "pp")
     places = {f"{kind}_rank": 0 for kind in kinds} | {f"{kind}_size": 1 for kind in kinds}

@@ -26,6 +26,7 @@ class Updater:
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
         self.offload_tags: set[str] = set()
         self.idle = True
+        self.scheduler = SimpleNamespace(is_fully_idle=self.is_fully_idle, _engine_paused=False)
         self.calls: list[tuple[str, list[str]]] = []
 
     def is_fully_idle(self) -> bool:

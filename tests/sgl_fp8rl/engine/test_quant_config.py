@@ -41,7 +41,6 @@ def test_a_format_is_served_by_its_line_in_the_tables(
         def __init__(self, config: Any, prefix: str) -> None:
             super().__init__(prefix=prefix)
 
-    monkeypatch.setattr(compat, "check_hooks", lambda: None)
     config, a_linear = FP8RLConfig(), compat.LinearBase.__new__(compat.LinearBase)
     vars(a_linear).update(params_dtype=torch.get_default_dtype())
     experts = compat.FusedMoE.__new__(compat.FusedMoE)
@@ -62,7 +61,6 @@ def test_a_format_is_served_by_its_line_in_the_tables(
 
 
 def test_what_mla_absorbs_stays_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "check_hooks", lambda: None)
     config, layer = FP8RLConfig(), compat.LinearBase.__new__(compat.LinearBase)
     vars(layer).update(params_dtype=torch.get_default_dtype())
     method = config.get_quant_method(layer, "model.layers.0.self_attn.kv_b_proj")

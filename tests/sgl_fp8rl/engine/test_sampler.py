@@ -11,6 +11,7 @@ from sglang.srt.layers import sampler as stock
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sgl_fp8rl import compat
 from sgl_fp8rl.engine import lost_rows, sampler
 from sgl_fp8rl.ops import sample
 from tests.sgl_fp8rl.conftest import Publish
@@ -319,7 +320,7 @@ def test_who_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left(x=logits().bfloat16())
     assert left(x=logits().T.contiguous().T)
     assert left(x=logits()[:0])
-    monkeypatch.setattr(stock, "SGLANG_RETURN_ORIGINAL_LOGPROB", True)
+    monkeypatch.setattr(compat, "RETURN_ORIGINAL_LOGPROB", True)
     assert left()
 
 

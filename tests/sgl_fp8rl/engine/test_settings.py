@@ -18,7 +18,7 @@ import sgl_fp8rl
 from sgl_fp8rl import compat
 from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.engine import arguments, graph_sizes, plugin
+from sgl_fp8rl.engine import activate, arguments, graph_sizes, plugin
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.backends import TRTLLM_MHA
 from sgl_fp8rl.options import current_options
@@ -80,7 +80,8 @@ def test_the_command_that_sglang_tells_has_no_key(start: Start, tmp_path: Path) 
     given = (["--fp8rl-key", "s3cret'x"], ["--fp8rl-ke=s3cret'x"], ["--config", str(file)])
     for flags in given:
         argv = ["--model-path", start.model, "--quantization", NAME, *flags]
-        record = plugin.without_key(prepare_server_args, argv)
+        record = prepare_server_args(argv)
+        assert plugin.see_engine(lambda *_, role: role, record, role="tokenizer") == "tokenizer"
         assert current_options().key == "s3cret'x"
         told = str(vars(record).get("_launch_command", f"--model-path {start.model}"))
         assert "s3cret" not in told
@@ -162,7 +163,7 @@ def admitted(start: Start, **fields: Any) -> bool:
     started: list[Any] = []
     model = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=None)))
     server_args = start.published(start.made(**fields))
-    plugin.check_scheduler_args(lambda *given: started.append(given), model, server_args)
+    activate.check_scheduler_args(lambda *given: started.append(given), model, server_args)
     return started == [(model, server_args)]
 
 

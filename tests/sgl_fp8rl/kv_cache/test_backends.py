@@ -14,7 +14,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.compat import attention_backends
 from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.doctor import device
-from sgl_fp8rl.engine import arguments, hooks, kv_attention, plugin
+from sgl_fp8rl.engine import arguments, hooks, kv_attention, wrapping
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.backends import FA3, TRTLLM_MHA, Capability, choose
@@ -175,20 +175,20 @@ def test_what_int8_cannot_have_is_refused(
 
 def test_our_flag_asks_sglang_for_one_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"kv_cache_dtype": None}
-    assert plugin.before_resolution(given, Fp8RLServerArgs()) == {}
+    assert arguments.before_resolution(given, Fp8RLServerArgs()) == {}
     for kv_cache in ("int8", "e4m3"):
-        told = plugin.before_resolution(given, Fp8RLServerArgs(kv_cache=kv_cache))
+        told = arguments.before_resolution(given, Fp8RLServerArgs(kv_cache=kv_cache))
         assert told == {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}
     int8 = Fp8RLServerArgs(kv_cache="int8")
     with pytest.raises(ValueError, match=r"--kv-cache-dtype bf16 .* --fp8rl-kv-cache int8"):
-        plugin.before_resolution({"kv_cache_dtype": "bf16"}, int8)
+        arguments.before_resolution({"kv_cache_dtype": "bf16"}, int8)
     monkeypatch.setattr(backends, "capability", lambda: HOPPER)
     for kv_cache in ("int8", "e4m3"):
-        told = plugin.before_resolution(given, Fp8RLServerArgs(kv_cache=kv_cache))
+        told = arguments.before_resolution(given, Fp8RLServerArgs(kv_cache=kv_cache))
         assert told["decode_attention_backend"] == TRTLLM_MHA
     monkeypatch.setattr(backends, "capability", lambda: ADA)
     with pytest.raises(ValueError, match=r"int8 .*--fp8rl-kv-cache e4m3"):
-        plugin.before_resolution(given, int8)
+        arguments.before_resolution(given, int8)
 
 
 def test_a_file_of_scales_is_looked_for_before_anything_starts(start: Start) -> None:
@@ -202,26 +202,24 @@ def test_a_file_of_scales_is_looked_for_before_anything_starts(start: Start) -> 
 
 
 class Registry:
-    """SGLang's, as far as it is used; it applies what it was given, or logs and forgets it."""
+    """SGLang's, as far as it is used."""
 
-    def __init__(self, applies: bool = True) -> None:
-        self._patched: set[str] = set()
+    def __init__(self, lacks: str = "") -> None:
         self.hooks: dict[str, Any] = {}
-        self._applies = applies
+        self._lacks = lacks
 
-    def register(self, target: str, hook: Any, _: Any) -> None:
+    def _apply_target(self, target: str, around: list[tuple[Any, Any, Any]]) -> None:
         assert target not in self.hooks, "wrapped twice"
+        if target == self._lacks:
+            raise AttributeError(target)
+        ((_, hook, _),) = around
         self.hooks[target] = hook
-
-    def apply_hooks(self) -> None:
-        if self._applies:
-            self._patched |= self.hooks.keys()
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> "Registry":
         """Stand in SGLang's place; returns itself."""
         monkeypatch.setitem(compat.__dict__, "HookRegistry", self)
         monkeypatch.setitem(compat.__dict__, "HookType", SimpleNamespace(AROUND="around"))
-        monkeypatch.setattr(compat, "_look_up", lambda _: self)
+        monkeypatch.setattr(wrapping, "_wrapped", set())
         return self
 
 
@@ -318,6 +316,7 @@ def test_plans_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_backend_that_cannot_be_wrapped_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    Registry(applies=False).replace(monkeypatch)
-    with pytest.raises(compat.IncompatibleSGLangError, match="AttnBackend"):
+    decode = f"{compat.ATTENTION_BACKENDS[TRTLLM_MHA]}.forward_decode"
+    Registry(lacks=decode).replace(monkeypatch)
+    with pytest.raises(compat.IncompatibleSGLangError, match=f"wrap {decode}"):
         hooks.wrap_attention("flashinfer", TRTLLM_MHA, nn.Module())
