@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Entry point of the group ``sglang.srt.plugins``."""
-    for symbol, add in {
-        "ServerArgs": _add_arguments,
-        "QUANTIZATION_METHODS": _add_quantization,
-        "Engine": _add_keywords,
-        "publish": _add_watch,
-    }.items():
+    for symbol, add in (
+        ("ServerArgs", _add_arguments),
+        ("QUANTIZATION_METHODS", _add_quantization),
+        ("Engine", _add_keywords),
+        ("publish", _add_watch),
+    ):
         after_import(compat.SYMBOLS[symbol].partition(":")[0], partial(_or_log, add))
 
 
