@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.parity import picture
-from benchmarks.pretrained import checkpoint, kv_orders, measured, pieces, weights
+from benchmarks.pretrained import checkpoint, kv_orders, measured, needle, pieces, weights
 from benchmarks.pretrained.arms import ARMS, BF16
 from benchmarks.pretrained.demo import MEASURED, TRAINED, summary
 from benchmarks.pretrained.measured import scaled_blocks
@@ -167,3 +167,24 @@ def test_each_prompt_comes_first_in_turn() -> None:
     assert {tuple(sorted(order)) for order in found} == {tuple(range(6))}
     assert len({tuple(order) for order in found}) == 12
     assert found[:7] == list(kv_orders.orders(7))
+
+
+class Words:
+    """A tokenizer with a token for each word, and a chat template that adds nothing."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> Any:
+        return SimpleNamespace(input_ids=text.split())
+
+    def apply_chat_template(self, turn: Any, **_: Any) -> str:
+        return str(turn[0]["content"])
+
+
+@pytest.mark.parametrize("depth", [0.1, 0.9])
+def test_a_needle_lies_at_its_depth_of_a_text(depth: float) -> None:
+    found = list(needle.texts(Words(), 700, depth, 3))
+    assert len({code for _, code in found}) == 3
+    for prompt, code in found:
+        (at,) = (place for place, word in enumerate(prompt) if word == f"{code}.")
+        assert 680 < len(prompt) <= 700 and abs(at / len(prompt) - depth) < 0.05
+        assert prompt[-len(needle.ANSWER.split()) :] == needle.ANSWER.split()
+    assert found == list(needle.texts(Words(), 700, depth, 3))
