@@ -255,8 +255,9 @@ def _sums_of(engines: Any, format_: WeightFormat) -> dict[str, Sums]:
     """Of each engine, by what errors call it."""
     found: dict[str, Sums] = {}
     for each in participants_of(engines):
-        theirs = format_of_codes(each.connection.layout())
-        if theirs is not format_:
+        # not the layout that is known: an engine may have restarted
+        theirs = format_of_codes(each.connection.client.control({"op": "layout"}))
+        if theirs.name != format_.name:
             raise EngineError(
                 f"{each.name} computes in {theirs.name} and this forward in {format_.name}; start "
                 f"it with --fp8rl-format {format_.name}"

@@ -14,7 +14,14 @@ from sgl_fp8rl.protocol.manifest import CHUNK_ALIGNMENT, ManifestError
 from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.in_place import InPlace
-from trainer_bridge.layout import check_kv_scales, ignored, senders_of, slots_for, sources_for
+from trainer_bridge.layout import (
+    check_kv_scales,
+    format_of_codes,
+    ignored,
+    senders_of,
+    slots_for,
+    sources_for,
+)
 from trainer_bridge.packer import Packer, packer_on
 from trainer_bridge.placed_shards import Shards
 from trainer_bridge.sources import Named
@@ -220,6 +227,7 @@ class Sender:
             streamed,
             slots,
             coded,
+            format_of_codes(self.layout).name,
         )
 
     def share(

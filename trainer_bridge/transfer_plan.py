@@ -67,6 +67,7 @@ class TransferPlan:
         streamed: bool = False,
         slots: int = Manifest.slots,
         coded: Collection[int] = (),
+        codes: str | None = None,
     ) -> None:
         self.sources = sources
         self.quantized = quantized or {}
@@ -95,7 +96,7 @@ class TransferPlan:
                     announced += _encoded(name, view, self.quantized[name])
                     continue
                 announced.append((name, view))
-        self.manifest = describe(announced, chunk_bytes, self.offsets, streamed, slots)
+        self.manifest = describe(announced, chunk_bytes, self.offsets, streamed, slots, codes)
         self._cutter = Cutter(self.manifest) if streamed else None
         self.chunks = self._cutter.chunks if self._cutter else cut_into_chunks(self.manifest)
         self.spans: list[list[Span]] = [[] for _ in sources]

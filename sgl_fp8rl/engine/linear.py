@@ -47,6 +47,7 @@ class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[mi
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        check_activations(self.format, kwargs.get("params_dtype"))
         cols, rows = input_size_per_partition, output_partition_sizes
         self.sizes, self.options = (cols, rows, input_size, output_size, *args), dict(kwargs)
         # Only here are the sizes of this rank known; the layer keeps BF16 as a whole.
@@ -78,9 +79,9 @@ class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[mi
         return y if bias is None else y.add_(bias)
 
     def _multiply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        on_cpu, power_of_two = layer.weight.device.type == "cpu", self.format.power_of_two_scales
-        choices = self.choices
-        if power_of_two and not on_cpu and choices is None:  # SGLang's would not round scales
+        choices, power_of_two = self.choices, self.format.power_of_two_scales
+        on_cpu = choices is None and layer.weight.device.type == "cpu"
+        if choices is None and power_of_two and not on_cpu:  # SGLang's would not round scales
             choices = dispatch.Choices.untuned()
         # a compiled model traces SGLang's own operators, and could not trace through ours
         if choices is not None and not torch.compiler.is_compiling():
@@ -97,6 +98,19 @@ class FP8RLUE8M0LinearMethod(FP8RLLinearMethod):
     """With scales that are powers of two, of the activations too."""
 
     format = BLOCK_FP8_UE8M0
+
+
+def check_activations(format_: WeightFormat, dtype: torch.dtype | None) -> None:
+    """Check that a layer's activations can be quantized: our kernels round scales of BF16 alone.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if format_.power_of_two_scales and dtype is torch.float16 and torch.cuda.is_available():
+        raise ValueError(
+            f"an FP16 model cannot be served in {format_.name} on a GPU; add --dtype bfloat16, or "
+            f"choose another fp8rl-format"
+        )
 
 
 def check_stock_kernels(format_: WeightFormat) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine.linear import check_stock_kernels, keep_storage
+from sgl_fp8rl.engine.linear import check_activations, check_stock_kernels, keep_storage
 from sgl_fp8rl.formats import (
     BLOCK_FP8,
     BLOCK_FP8_UE8M0,
@@ -76,6 +76,7 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        check_activations(self.format, kwargs.get("params_dtype"))
         paddings, _ = fit(layer, pads=True)
         size = intermediate_size_per_partition
         if paddings is not None:

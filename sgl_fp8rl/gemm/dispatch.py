@@ -7,6 +7,7 @@ and an eager call with the same number of rows run the same kernel.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Choices:
         return cls(tuple(entry.m for entry in entries), (*kernels, stock))
 
     @classmethod
+    @cache
     def untuned(cls) -> "Choices":
         """Triton's kernel at any number of rows and on any GPU."""
         return cls((), (CANDIDATES["triton"].bind({}),))

@@ -104,7 +104,7 @@ def quantize_tokens(
         by_row: layout of the scales (``Quantized``).
         within: where K lie among zeros; without it there are none.
         power_of_two: round scales up to powers of two; then a division is exact, and the bytes are
-            those of ``reference.quantize_activation``, but for NaN.
+            those of ``reference.quantize_activation``, but for NaN and Inf.
 
     Raises:
         ValueError: another dtype or layout, or K with its zeros is not a multiple of 128.

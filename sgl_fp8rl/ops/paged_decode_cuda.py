@@ -28,7 +28,7 @@ _WARPS = 4
 _MERGE_BLOCKS_OF_SM, _MERGE_THREADS, _PLAN_THREADS = 8, 128, 1024
 _THREADS = 32 * _WARPS
 _STAGE_BYTES = 64 << 10
-"""About, of a block: two of them keep 128 KiB of an SM in flight."""
+"""About, of a block: two of them, up to a head size of 128, keep 128 KiB of an SM in flight."""
 SOURCE = Path(__file__).with_name("paged_decode.cu")
 _EVERYTHING = 1 << 30
 _CUDA_CORE = [1, 2]

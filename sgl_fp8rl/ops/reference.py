@@ -43,6 +43,7 @@ def scale_of(
     """
     amax = amax.clamp(min=AMAX_FLOOR)
     if power_of_two:  # 448 is 1.75 * 2**8: nothing is rounded, so all devices agree
+        amax = amax.nan_to_num(torch.inf, torch.inf)  # the carry of some NaNs would make 0
         bits = (amax * 2.0**-8).contiguous().view(torch.int32)
         return ((bits + CARRY) & EXPONENT).view(torch.float32)
     # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp apart.

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats import DTYPES, SUFFIXES, format_of, split_name
+from sgl_fp8rl.formats import BLOCKS, DTYPES, SUFFIXES, format_of, split_name
 from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
 from sgl_fp8rl.protocol.states import IN_FLIGHT
 from sgl_fp8rl.protocol.values import excerpt
 
-PROTOCOL = 12
+PROTOCOL = 13
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a slot of the bucket is a multiple of it, as device memory is aligned."""
@@ -78,6 +78,8 @@ class Manifest:
     slots: int = SLOTS
     """Of the bucket: 2, which are filled and written in turn, for each rank that sends, or 1, where
     one GPU does both."""
+    codes: str | None = None
+    """The name of one of ``BLOCKS``, of which the trainer makes codes; None where it makes none."""
 
     def __post_init__(self) -> None:
         for name, spec in self.tensors.items():
@@ -119,6 +121,7 @@ class Manifest:
             "mapped": sorted(self.mapped),
             "streamed": self.streamed,
             "slots": self.slots,
+            "codes": self.codes,
         }
 
     @classmethod
@@ -153,8 +156,13 @@ class Manifest:
         slots = data.get("slots")
         if type(slots) is not int or not 1 <= slots <= MOST_SLOTS:
             raise ManifestError(f"slots is {excerpt(slots)}; give a number from 1 to {MOST_SLOTS}")
+        codes, known = data.get("codes"), [format_.name for format_ in BLOCKS]
+        if codes is not None and codes not in known:
+            raise ManifestError(
+                f"codes are of {excerpt(codes)}; give one of {', '.join(known)}, or null"
+            )
         specs = {name: parse_spec(name, entry) for name, entry in tensors.items()}
-        return cls(specs, size, frozenset(mapped), streamed, slots)
+        return cls(specs, size, frozenset(mapped), streamed, slots, codes)
 
 
 def describe(
@@ -163,6 +171,7 @@ def describe(
     mapped: Collection[str] = (),
     streamed: bool = False,
     slots: int = Manifest.slots,
+    codes: str | None = None,
 ) -> Manifest:
     """The manifest of tensors in memory.
 
@@ -179,7 +188,7 @@ def describe(
         if not tensor.numel():
             raise ManifestError(f"{name} has shape {tuple(tensor.shape)}; send no empty tensors")
         tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
-    return Manifest(tensors, chunk_bytes, frozenset(mapped), streamed, slots)
+    return Manifest(tensors, chunk_bytes, frozenset(mapped), streamed, slots, codes)
 
 
 def check_in_flight(choice: Any) -> str:

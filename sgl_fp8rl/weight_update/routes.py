@@ -212,13 +212,15 @@ class RouteTable:
             if spec.shape != self.sources[name]:
                 raise ManifestError(wrong_shape(name, spec.shape, self.sources[name]))
             # A rank that keeps nothing of the tensor cannot tell; the ranks that do will.
-            kept = self.routes.get(name) or name in self.fallback
-            sent = manifest.format_of(name)
-            # codes of a variant are codes of the other, too; its values are checked as they come
-            if sent is not UNQUANTIZED and kept and not isinstance(self.kept_as(name), type(sent)):
+            sent, kept = manifest.format_of(name), self.kept_as(name)
+            if sent is UNQUANTIZED or not (self.routes.get(name) or name in self.fallback):
+                continue
+            # Codes of a variant are codes of the other, too. Where no one says which they are of,
+            # values are checked as they come.
+            if not isinstance(kept, type(sent)) or manifest.codes not in (None, kept.name):
                 raise ManifestError(
-                    f"{name} is {sent.name}, but the engine keeps it in "
-                    f"{self.kept_as(name).name}; send it unquantized"
+                    f"{name} is {manifest.codes or sent.name}, but the engine keeps it in "
+                    f"{kept.name}; send it unquantized, or update again if the engine has restarted"
                 )
 
     def fill_constants(self) -> None:

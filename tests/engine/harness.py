@@ -186,7 +186,6 @@ def _run_engine(connection: Connection, options: dict[str, Any]) -> None:
     from sgl_fp8rl.engine.scheduler import RPC_METHOD
 
     engine = sglang.Engine(**options)
-    client = connect(engine)
 
     def update(checkpoint: Path, version: int, stream: str, announce: Path | None) -> int:
         tensors = STREAMS[stream](checkpoint)
@@ -212,10 +211,10 @@ def _run_engine(connection: Connection, options: dict[str, Any]) -> None:
             raise EngineError(str(error)) from error
 
     calls = {
-        "control": client.control,
+        "control": lambda *args: connect(engine).control(*args),  # a stock engine has none
         "rpc": rpc,
         "generate": generate,
-        "sample": client.sample,
+        "sample": lambda *args: connect(engine).sample(*args),
         "update": update,
         "flush": flush,
         "call": lambda function, *args: function(engine, *args),

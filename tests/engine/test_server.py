@@ -105,7 +105,7 @@ def test_layout(server: Server) -> None:
     assert layout["bucket_bytes"] == BUCKET_BYTES
 
 
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("stream", ["bf16", "fp8", "stream"])
 def test_update_and_rollout(server: Server, policy: Path, stream: str) -> None:
     version = version_of(server) + 1
     trainer_bridge.update(STREAMS[stream](policy), server.address, version=version)

@@ -24,6 +24,7 @@ SEED: dict[str, Any] = {
     "mapped": ["norm"],
     "streamed": False,
     "slots": 2,
+    "codes": "block-fp8",
 }
 
 

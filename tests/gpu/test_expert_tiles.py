@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.gemm import command, expert_bench_inputs, expert_tiles, expert_tune, experts
 from sgl_fp8rl.gemm.bench_inputs import cuda_graph_us
 from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs
@@ -144,7 +145,7 @@ def layer_of(made: ExpertBenchInputs, tiles: Tiles | None) -> Any:
     """A layer with these weights."""
     (w13, s13), (w2, s2) = (made._weights[name].sets[0] for name in GEMMS)
     return SimpleNamespace(
-        quant_method=SimpleNamespace(is_compiled=False, tiles=tiles),
+        quant_method=SimpleNamespace(is_compiled=False, tiles=tiles, format=BLOCK_FP8),
         w13_weight=w13,
         w2_weight=w2,
         w13_weight_scale_inv=s13,

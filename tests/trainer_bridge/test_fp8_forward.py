@@ -607,6 +607,10 @@ def test_scales_of_an_engine_that_are_powers_of_two(family: str) -> None:
     fp8.check(engine)
     with pytest.raises(EngineError, match="computes in block-fp8 and this forward in block-fp8-ue"):
         fp8.check(other)
+    copy.deepcopy(fp8).check(engine)
+    engine._layout["formats"] = {BLOCK_FP8.name: names}  # restarted, where it was
+    with pytest.raises(EngineError, match="computes in block-fp8 and this forward in block-fp8-ue"):
+        fp8.check(engine)
 
 
 @pytest.mark.parametrize("bias", [False, True])

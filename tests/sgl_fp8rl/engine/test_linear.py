@@ -13,8 +13,13 @@ import torch
 from torch import nn
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod, keep_storage, shards
-from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.engine.linear import (
+    FP8RLLinearMethod,
+    check_activations,
+    keep_storage,
+    shards,
+)
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0
 from sgl_fp8rl.formats.padding import Shard, fit
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 
@@ -46,6 +51,15 @@ def test_a_backend_with_a_layout_of_its_own_is_refused(
 ) -> None:
     with pytest.raises(RuntimeError, match=r"mlp\.down.*--fp8-gemm-backend"):
         keep_storage(post_process, layer(), "mlp.down")
+
+
+def test_activations_that_no_kernel_rounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_activations(BLOCK_FP8_UE8M0, torch.float16)  # a CPU's reference does
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_activations(BLOCK_FP8_UE8M0, torch.bfloat16)
+    check_activations(BLOCK_FP8, torch.float16)
+    with pytest.raises(ValueError, match=r"FP16 .* block-fp8-ue8m0 .* --dtype bfloat16"):
+        check_activations(BLOCK_FP8_UE8M0, torch.float16)
 
 
 def test_other_post_processing_is_run() -> None:

@@ -314,6 +314,14 @@ def test_nan_and_inf_are_refused_in_any_position(
         reference.quantize_weight(x, power_of_two=power_of_two)
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FFF0000, 0x7FC00000, 0x7F800001, 0x7F800000, -1])
+def test_no_nan_has_a_scale(bits: int) -> None:
+    """A GPU makes other NaNs than a CPU, and a carry into the sign would make 0 of some."""
+    amax = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    for power_of_two in (False, True):
+        assert not reference.scale_of(amax, power_of_two=power_of_two).isfinite().any()
+
+
 @given(
     st.integers(0, 199),
     st.integers(0, 299),

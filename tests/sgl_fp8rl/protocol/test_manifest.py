@@ -28,6 +28,7 @@ GOOD: dict[str, Any] = {
     "mapped": ["a.bias"],
     "streamed": False,
     "slots": 2,
+    "codes": None,
 }
 
 
@@ -36,6 +37,15 @@ def test_a_good_manifest_is_read() -> None:
     assert manifest.tensors["a.weight"] == TensorSpec(torch.bfloat16, (4, 8))
     assert manifest.nbytes == 4 * 8 * 2 + 4 * 4
     assert (manifest.chunk_bytes, manifest.mapped) == (512, {"a.bias"})
+
+
+def test_a_manifest_says_which_codes_the_trainer_makes() -> None:
+    named = [Manifest.from_json({**GOOD, "codes": name}) for name in ("block-fp8", None)]
+    assert [manifest.codes for manifest in named] == ["block-fp8", None]
+    assert len({manifest.fingerprint for manifest in named}) == 2
+    for codes in ("bf16", "int8", 8, ["block-fp8"]):
+        with pytest.raises(ManifestError, match=r"codes are of .* block-fp8-ue8m0, or null"):
+            Manifest.from_json({**GOOD, "codes": codes})
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL + 1, None, str(PROTOCOL)])

@@ -1,5 +1,6 @@
 """Boxes of strided views, and what a table of routes refuses before and at each update."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, mark
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, as_region, numel, sizes, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -246,6 +248,25 @@ def test_codes_that_fit_are_routed_with_their_scales() -> None:
 def test_match_refuses(manifest: Manifest, fault: str) -> None:
     with pytest.raises(ManifestError, match=fault):
         table({"a": [route(whole(256, 128))]}, bf16(256, 128)).match(manifest)
+
+
+def test_match_refuses_codes_that_the_trainer_made_for_another_format() -> None:
+    """As for an engine that has restarted: both formats have codes of one dtype."""
+    plain, rounded = (
+        table({"a": [route(whole(256, 128))]}, fp8_storage("w", 256, 128)) for _ in range(2)
+    )
+    mark(rounded.parameters["w"], BLOCK_FP8_UE8M0)
+    for kept, engine in ((BLOCK_FP8, plain), (BLOCK_FP8_UE8M0, rounded)):
+        for made in (BLOCK_FP8, BLOCK_FP8_UE8M0):
+            manifest = replace(fp8_manifest(), codes=made.name)
+            bf16_only = replace(Manifest({"a": A_WEIGHT}), codes=made.name)
+            engine.match(bf16_only)
+            if made is kept:
+                engine.match(manifest)
+                continue
+            with pytest.raises(ManifestError, match=f"a is {made.name}, .* in {kept.name}; send"):
+                engine.match(manifest)
+        engine.match(fp8_manifest())  # no one says; values tell
 
 
 def test_match_refuses_codes_for_sglangs_loader() -> None:
