@@ -37,6 +37,7 @@ class Offer:
     """Of the manifest, which each rank makes for itself."""
     chunk_bytes: int
     slots: int
+    codes: str | None
     kv_scales: tuple[int, ...] | None
     """Their shape, where the update brings any."""
 
@@ -152,6 +153,7 @@ def _offer(
         manifest.fingerprint,
         manifest.chunk_bytes,
         manifest.slots,
+        manifest.codes,
         None if scales is None else scales.shape,
     )
 
@@ -181,7 +183,8 @@ def _follow(
     if offer.kv_scales is not None:
         named = [*named, (KV_SCALES, torch.empty(offer.kv_scales, device="meta"))]
     sources = sources_for(named, family, layout)
-    plan = TransferPlan(sources, [False] * len(named), offer.chunk_bytes, slots=offer.slots)
+    unmapped = [False] * len(named)
+    plan = TransferPlan(sources, unmapped, offer.chunk_bytes, slots=offer.slots, codes=offer.codes)
     if plan.manifest.fingerprint != offer.fingerprint:
         raise ManifestError("it has other tensors than the first rank")
     return Follower(board, plan, rank)

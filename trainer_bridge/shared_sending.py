@@ -42,6 +42,7 @@ class Offer:
     """Of the manifest, which each rank makes for itself."""
     chunk_bytes: int
     slots: int
+    codes: str | None
     kv_scales: torch.Tensor | None
     images: tuple[str, str]
     """See ``UpdateSession.images``."""
@@ -156,6 +157,7 @@ def _offer(transaction: Transaction) -> Offer | None:
         manifest.fingerprint,
         manifest.chunk_bytes,
         manifest.slots,
+        manifest.codes,
         None if session.kv_scales is None else session.kv_scales.detach().cpu().contiguous(),
         session.images,
     )
@@ -223,6 +225,7 @@ def _plan(offer: Offer, named: Named, family: str | None) -> TransferPlan:
             offer.chunk_bytes,
             by_tensor(offer.layout["formats"]),
             slots=offer.slots,
+            codes=offer.codes,
         )
     return _PLANS[made_for]
 

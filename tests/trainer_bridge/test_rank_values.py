@@ -31,8 +31,8 @@ VALUES = [
     PlacedShards(here(), ((0, 4), None), {0: 0}, PLACEMENT),
     Begun(POLICY, True, [LAYOUT], {"engine 1": "gone"}, [[True]], False, True, False),
     (Sent(None, {"http://a": "late"}, 7), Relay({"host": "a", "port": 1}, "token", 2.0)),
-    shared_sending.Offer(2, {}, LAYOUT, "f", 256, 4, None, ("", "a")),
-    shared_filling.Offer([{0: (0, 4)}, None], ("a", "b", "c"), "f", 256, 2, (2, 3, 4)),
+    shared_sending.Offer(2, {}, LAYOUT, "f", 256, 4, "block-fp8", None, ("", "a")),
+    shared_filling.Offer([{0: (0, 4)}, None], ("a", "b", "c"), "f", 256, 2, None, (2, 3, 4)),
 ]
 
 
