@@ -5,11 +5,15 @@ With TRITON_INTERPRET=1 the kernel tests run on the CPU instead, through Triton'
 engines can be rehearsed there, too.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import triton
+
+with suppress(ImportError):  # its platform must be resolved before our modules are loaded
+    import sglang  # noqa: F401
 
 from tests.gpu.sizes import REHEARSAL, REHEARSED
 

@@ -88,8 +88,7 @@ def test_control_the_next_expert_shows(
         sorted_ids, expert_ids, used = align(ids_MT, block, experts)
         return sorted_ids, (expert_ids + 1) % experts, used
 
-    path = compat.SYMBOLS["moe_align_block_size"].replace(":", ".")
-    monkeypatch.setattr(path, shifted)
+    monkeypatch.setattr(compat, "moe_align_block_size", shifted)
     assert inputs.error(name, config(), 21) > ERROR_BOUND
 
 

@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+with suppress(ImportError):  # its platform must be resolved before our modules are loaded
+    import sglang  # noqa: F401
 
 if TYPE_CHECKING:
     from sgl_fp8rl.formats.weight_format import WeightFormat
