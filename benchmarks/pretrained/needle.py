@@ -112,14 +112,13 @@ def main() -> None:
     parser.add_argument("--depths", type=float, nargs="+", default=list(DEPTHS))
     parser.add_argument("--texts", type=int, default=TEXTS)
     args = parser.parse_args()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     checkpoint = convert(args.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for arm in CACHES:
-        with measured.running(checkpoint, arm, device, model) as engine:
+        with measured.running(checkpoint, arm, device, None) as engine:
             for row in rows(engine, tokenizer, arm, args):
                 print(json.dumps(row), flush=True)
 

@@ -4,9 +4,10 @@
     python -m tests.drift WHEEL... --base WHEEL... [--python PYTHON...] [--page FILE]
 
 Wheels, or folders that SGLang is installed in, are read: names and signatures of all that
-``compat`` lists. What any of the tested versions (``--base``, by age) has as well, or lacks as
-well, is no change; itself does not count. ``--python`` is of an environment with one of these
-SGLangs and this package: tests of what SGLang resolves run there, and a server starts on the CPU.
+``compat`` lists. A tested version (``--base``, by age) that has the same, or lacks the same, means
+that nothing changed; a version is never its own base. ``--python`` is of an environment with one of
+these SGLangs and this package: tests of what SGLang resolves run there, and a server starts on the
+CPU.
 """
 
 import argparse
@@ -63,8 +64,8 @@ SECTIONS = {
 """What to do, by kind of change."""
 INTRODUCTION = """\
 Names and signatures of {symbols} symbols and functions and {attributes} attributes, read in the wheels and not
-imported. What one of the tested versions, {tested}, has or lacks as well is no change; a version is not compared with
-itself. Signatures are told beside the nearest older one.
+imported. Where a tested version ({tested}) has the same or lacks the same, nothing changed; a version is never its own
+base. Signatures are told beside the nearest older one.
 
 Wheels do not show what is inherited from other packages, attributes of classes that code makes (these count as moved),
 types, values, and what a function does. An attribute counts as there where its class or a base sets it on any object.

@@ -51,7 +51,7 @@ def test_bytes_of_rows(shape: tuple[int, int], power_of_two: bool) -> None:
 
 
 def test_bytes_of_powers_of_two_are_those_of_the_cpu_platform() -> None:
-    """And so of a trainer, on either: there is no approximate reciprocal in them."""
+    """The trainer's bytes too: no reciprocal is approximated."""
     x_MK = torch.cat([planted()[:2], planted()[6:], rows(16, 256)])  # without NaN and Inf
     got, want = quantize_tokens(x_MK, power_of_two=True), reference.quantize_activation
     for mine, other in zip(got, want(x_MK, power_of_two=True), strict=True):
