@@ -31,7 +31,9 @@ HEADER = "| files | passed | skipped | time | date (UTC) |\n|---|---|---|---|---
 Part = dict[str, Any]
 
 
-def run_part(out: Path, files: list[str], alone: bool, variables: dict[str, str]) -> int:
+def run_part(
+    out: Path, files: list[str], alone: bool, workers: int, variables: dict[str, str]
+) -> int:
     """Run these files in one pytest process; its status.
 
     Its record goes to ``out``; beside it are the log, and an .xml of what tests measured
@@ -39,6 +41,7 @@ def run_part(out: Path, files: list[str], alone: bool, variables: dict[str, str]
 
     Args:
         alone: run the tests with this mark, or those without it.
+        workers: processes that share the tests (pytest-xdist), by ``xdist_group``.
         variables: of the process's environment.
     """
     start = time.monotonic()
@@ -46,6 +49,8 @@ def run_part(out: Path, files: list[str], alone: bool, variables: dict[str, str]
     xml.unlink(missing_ok=True)  # of an earlier run
     marks = "gpu and alone" if alone else "gpu and not alone"
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={xml}", *files]
+    if workers > 1:
+        command += [f"--numprocesses={workers}", "--dist=loadgroup"]
     with out.with_suffix(".log").open("w") as log:
         status = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables
