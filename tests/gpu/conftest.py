@@ -26,10 +26,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in here:
         item.add_marker("gpu")
-        if workers:  # schedule.py: engines of a file's fixture ``run`` are of one worker each
-            case = getattr(item, "callspec", None)
-            index = case.indices.get("run") if case else None
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{index}"))
+        case = getattr(item, "callspec", None)
+        if workers and case and "run" in case.indices:
+            # schedule.py: an engine of this fixture is of one worker
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{case.indices['run']}"))
         if INTERPRETED:
             if "exhaustive" in item.name:
                 item.add_marker(pytest.mark.skip(reason="too much for Triton's interpreter"))

@@ -27,6 +27,8 @@ FIELDS = ("files", "alone", *SUMS, "date", "gpu", "driver", "commit", *PACKAGES)
 """Of a part that are kept."""
 PARTS = HERE.parent / "gpu_parts.json"
 PAGE = HERE.parent / "GPU.md"
+TIMEOUT_S = 900
+"""Of a test, whose engine may compile kernels while a dozen others start: up to 280 s were seen."""
 HEADER = "| files | passed | skipped | time | date (UTC) |\n|---|---|---|---|---|"
 Part = dict[str, Any]
 
@@ -49,6 +51,7 @@ def run_part(
     xml.unlink(missing_ok=True)  # of an earlier run
     marks = "gpu and alone" if alone else "gpu and not alone"
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={xml}", *files]
+    command.append(f"--timeout={TIMEOUT_S}")
     if workers > 1:
         command += [f"--numprocesses={workers}", "--dist=loadgroup"]
     with out.with_suffix(".log").open("w") as log:
