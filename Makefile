@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PRECIOUS: .venv/%/.packages .venv/%/.ready
-.PHONY: packages test test-full guarantees soak fast fuzz verl drift oldest lint demo demo-pretrained api wheel clean
+.PHONY: packages test test-full guarantees soak fast fuzz verl drift oldest lint sizes demo demo-pretrained api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
@@ -76,7 +76,11 @@ build/sglang/%:
 
 oldest: $(VENV)/.ready
 
-lint: $(VENV)/.ready
+# Lines by folder; `python -m tests.sizes --lower` lowers the caps.
+sizes:
+	$(PYTHON) -m tests.sizes
+
+lint: $(VENV)/.ready sizes
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
