@@ -8,6 +8,11 @@ READY := $(OLDEST:%=.venv/%/.ready) $(NEWEST:%=.venv/%/.ready)
 PACKAGES := $(READY:.ready=.packages)
 PIP := python -m pip --disable-pip-version-check
 
+# Lint and `make quick` need no SGLang. The index has torch for CPUs alone, a fifth of the other; where it is not to be
+# reached, pip takes what it finds elsewhere.
+QUICK := .venv/quick
+CPU_TORCH ?= --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
+
 # Pages of the API reference.
 API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config trainer_bridge.metrics \
 	trainer_bridge.router_replay trainer_bridge.transport.ray_actor server_args sgl_fp8rl.options \
@@ -20,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PRECIOUS: .venv/%/.packages .venv/%/.ready
-.PHONY: packages test test-full guarantees soak fast fuzz verl drift oldest lint sizes demo demo-pretrained api wheel clean
+.PHONY: packages test test-full guarantees soak quick fast fuzz verl drift oldest lint sizes demo demo-pretrained api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
@@ -41,6 +46,10 @@ soak: $(READY)
 		.venv/$$(basename $$json .json)/bin/python -m tests.soak $(SOAK_FLAGS) --output $$json || exit 1; \
 	done
 	$(VENV)/bin/python -m tests.soak --table $(SOAKS) --record
+
+# What needs no SGLang and little time; 3 minutes.
+quick: $(QUICK)/.ready
+	$(PYTHON) -m tests.run quick $(RUN_FLAGS)
 
 fast: $(VENV)/.ready
 	$(PYTHON) -m tests.run fast
@@ -116,6 +125,12 @@ packages:
 .venv/%/.ready: .venv/%/.packages pyproject.toml
 	.venv/$*/bin/$(PIP) install --constraint constraints/sglang-$*.txt "sglang==$*" --editable ".[dev,examples,trl]"
 	$(PYTHON) -m tests.hardlink .venv/$*
+	touch $@
+
+$(QUICK)/.ready: constraints/torch-2.13.0.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/$(PIP) install $(CPU_TORCH) --constraint $< torch
+	$(@D)/bin/$(PIP) install --constraint $< --editable ".[quick]"
 	touch $@
 
 # It lies over SGLang's environment, whose torch it uses: verl's own dependencies are many.

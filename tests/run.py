@@ -115,6 +115,21 @@ VERL = (
 )
 
 
+SLOW = (ROOT / "tests" / "slow.txt").read_text().split()
+"""Fast tests that `make quick` leaves out: of three seconds and more, on a busy machine."""
+QUICK = (
+    "--quiet",
+    *FAST,
+    "--numprocesses=2",
+    "--dist=worksteal",
+    *(f"--deselect={test}" for test in SLOW),
+    *("tests/server_args", "tests/sgl_fp8rl", "tests/trainer_bridge", "tests/integrations"),
+    "--ignore=tests/integrations/trl",  # whose conftest.py imports TRL
+    "tests/fuzz",
+    *(f"tests/{file.name}" for file in sorted((ROOT / "tests").glob("test_*.py"))),
+)
+
+
 def _fast(sglang: str) -> tuple[Suite, ...]:
     """All fast tests, in parts that take about as long as each other."""
     folders = "tests/sgl_fp8rl", "tests/trainer_bridge"
@@ -127,6 +142,7 @@ def _fast(sglang: str) -> tuple[Suite, ...]:
 
 # The longest first: `JOBS` run at once.
 PLANS: dict[str, tuple[Suite, ...]] = {
+    "quick": (Suite("quick", "none", QUICK, environment="quick"),),
     "fast": (Suite("fast", OLDEST, FAST),),
     "test": (
         Suite(
