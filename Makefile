@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PRECIOUS: .venv/%/.packages .venv/%/.ready
-.PHONY: packages test test-full guarantees soak quick fast fuzz verl drift oldest lint sizes demo demo-pretrained api wheel clean
+.PHONY: packages test test-full guarantees soak quick fast fuzz verl drift lint sizes demo demo-pretrained api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
@@ -83,16 +83,14 @@ build/sglang/%:
 	$(PYTHON) -m tests.hardlink $(@D)
 	touch $@
 
-oldest: $(VENV)/.ready
-
 # Lines by folder; `python -m tests.sizes --lower` lowers the caps.
 sizes:
 	$(PYTHON) -m tests.sizes
 
-lint: $(VENV)/.ready sizes
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+lint: $(QUICK)/.ready sizes
+	$(QUICK)/bin/ruff check .
+	$(QUICK)/bin/ruff format --check .
+	$(QUICK)/bin/mypy
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/python -m examples.grpo
