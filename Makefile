@@ -33,19 +33,14 @@ test test-full:
 	-$(MAKE) --keep-going $(READY)
 	$(PYTHON) -m tests.run $@ $(RUN_FLAGS)
 
-test-full: RUN_FLAGS := --record tests/FULL.md --guarantees
-
-# The tests that attack a promise of docs/guarantees.md, which gets the date of their last pass.
+# The tests that attack a promise of docs/guarantees.md (tests/guarantees.json).
 guarantees: $(READY)
-	$(PYTHON) -m tests.run guarantees --guarantees
-
-SOAKS := $(OLDEST:%=build/soak/%.json) $(NEWEST:%=build/soak/%.json)
+	$(PYTHON) -m tests.run guarantees
 
 soak: $(READY)
-	for json in $(SOAKS); do \
-		.venv/$$(basename $$json .json)/bin/python -m tests.soak $(SOAK_FLAGS) --output $$json || exit 1; \
+	for version in $(OLDEST) $(NEWEST); do \
+		.venv/$$version/bin/python -m tests.soak $(SOAK_FLAGS) --output build/soak/$$version.json || exit 1; \
 	done
-	$(VENV)/bin/python -m tests.soak --table $(SOAKS) --record
 
 # What needs no SGLang and little time; 3 minutes.
 quick: $(QUICK)/.ready
@@ -56,7 +51,7 @@ fast: $(VENV)/.ready
 
 # A million mutated messages for the decoders of all that arrives; `fast` has 20,000.
 fuzz: $(VENV)/.ready
-	$(VENV)/bin/python -m tests.fuzz --record tests/FUZZ.md $(FUZZ_FLAGS)
+	$(VENV)/bin/python -m tests.fuzz $(FUZZ_FLAGS)
 
 # The adapter of verl and the correction beside verl itself; a test that is skipped fails it.
 verl: .venv/verl/.ready

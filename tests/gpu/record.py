@@ -17,7 +17,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tests import guarantees
 from tests import run as suites
 
 HERE = Path(__file__).parent
@@ -59,7 +58,6 @@ def run_part(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables
         ).returncode
     passed, failed, skipped, failures = suites.read(xml)
-    outcomes = guarantees.outcomes(xml)
     part = {
         "files": files,
         "alone": alone,
@@ -68,7 +66,6 @@ def run_part(
         "failed": failed,
         "skipped": skipped,
         "failures": failures,
-        "outcomes": outcomes,
         "seconds": round(time.monotonic() - start),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
         **environment(),
@@ -155,10 +152,6 @@ def main() -> None:
     stored = [{field: part[field] for field in FIELDS} for part in parts]
     PARTS.write_text(json.dumps(stored, indent=1) + "\n")
     PAGE.write_text(page(parts, {path.name for path in HERE.glob("test_*.py")}))
-    for commit in {part["commit"] for part in new}:
-        outcomes = [(p["sglang"], p["outcomes"]) for p in new if p["commit"] == commit]
-        guarantees.keep(guarantees.GPU, outcomes, commit)
-    guarantees.write_page()
 
 
 if __name__ == "__main__":
