@@ -25,7 +25,5 @@ def test_what_is_beyond_its_cap_is_named() -> None:
 
 
 def test_caps_only_fall() -> None:
-    assert sizes.lowered({"tests": 9, "docs": 11}, {"tests": 10, "docs": 10}) == {
-        "tests": 9,
-        "docs": 10,
-    }
+    now, caps = {"tests": 9, "docs": 11}, {"tests": 10, "docs": 10}
+    assert sizes.lowered(now, caps) == {"tests": 9, "docs": 10}
