@@ -279,11 +279,12 @@ def _ends(failure: ElementTree.Element) -> str:
 
 def summary(plan: str, results: list[Result], seconds: float) -> str:
     """What ran, on what, and how it ended, as Markdown."""
+    settings = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in SETTINGS)
     lines = [
         f"`make {plan}`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, commit {commit()}, "
         f"{duration(seconds)} in all",
         "",
-        f"{cpu()}, {os.cpu_count()} cores, Python {platform.python_version()}, {settings()}",
+        f"{cpu()}, {os.cpu_count()} cores, Python {platform.python_version()}, {settings}",
         "",
         "| suite | SGLang | result | passed | failed | skipped | time |",
         "|---|---|---|---|---|---|---|",
@@ -320,10 +321,6 @@ def cpu() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def settings() -> str:
-    return ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in SETTINGS)
 
 
 def main() -> int:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMISES = json.loads((ROOT / "tests" / "guarantees.json").read_text())
-Marks = set[tuple[str, str]]
-"""Promises, each with a fault."""
+Marks = set[tuple[str, str]]  # promises, each with a fault
 
 
 def marks_in(source: str) -> Iterator[tuple[str, str]]:

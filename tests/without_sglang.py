@@ -1,7 +1,8 @@
 """What is skipped where SGLang is not installed, as in the environment of ``make quick``.
 
 A module that cannot be imported for want of a package, a test that ends so, and one that is marked
-``sglang``. Our own packages must be there. ``conftest.py`` registers these hooks.
+``sglang``. Our packages and those of the extra ``quick`` must be there. ``conftest.py`` registers
+these hooks.
 """
 
 from collections.abc import Generator, Iterable
@@ -11,7 +12,10 @@ import pytest
 
 from sgl_fp8rl.compat import IncompatibleSGLangError
 
-OURS = ("sgl_fp8rl", "server_args", "trainer_bridge", "benchmarks", "examples", "tests")
+REQUIRED = {
+    *("sgl_fp8rl", "server_args", "trainer_bridge", "benchmarks", "examples", "tests"),
+    *("torch", "numpy", "safetensors", "transformers", "zstandard"),
+}
 
 
 def missing(error: BaseException | None) -> str | None:
@@ -21,7 +25,7 @@ def missing(error: BaseException | None) -> str | None:
             return "sglang"
         if isinstance(error, ModuleNotFoundError) and error.name:
             package = error.name.partition(".")[0]
-            return None if package in OURS else package
+            return None if package in REQUIRED else package
         error = error.__cause__ or error.__context__
     return None
 
