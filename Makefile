@@ -8,10 +8,10 @@ READY := $(OLDEST:%=.venv/%/.ready) $(NEWEST:%=.venv/%/.ready)
 PACKAGES := $(READY:.ready=.packages)
 PIP := python -m pip --disable-pip-version-check
 
-# Lint and `make quick` need no SGLang. The index has torch for CPUs alone, a fifth of the other; where it is not to be
-# reached, pip takes what it finds elsewhere.
+# Lint and `make quick` need no SGLang, nor a GPU: pip's options of an index of torch for CPUs alone, a fifth of the other,
+# may be given as CPU_TORCH.
 QUICK := .venv/quick
-CPU_TORCH ?= --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
+CPU_TORCH ?=
 
 # Pages of the API reference.
 API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config trainer_bridge.metrics \
