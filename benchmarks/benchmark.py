@@ -39,7 +39,6 @@ BENCHMARKS = {
     "fp8_mismatch": "benchmarks.fp8_mismatch:BENCHMARK",
     "correction": "benchmarks.correction:CPU",
     "correction_gpu": "benchmarks.correction:GPU",
-    "alarms": "benchmarks.alarms.faults:BENCHMARK",
 }
 """Module and attribute of each benchmark; the name is also that of its result file."""
 

@@ -11,7 +11,6 @@ from benchmarks.environment import ROOT
 from benchmarks.parity import dose_tables, long_tables, picture, tables
 from benchmarks.parity.run_log import rows_of
 from benchmarks.run import RESULTS
-from benchmarks.tables import alarms as alarm_tables
 from benchmarks.tables import (
     beside_stock,
     correction,
@@ -77,8 +76,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "kv_causes": ("kv_causes.json", kv_causes.causes),
     "kv_codes": ("kv_causes.json", kv_causes.codes),
     "kv_sums": ("kv_causes.json", kv_causes.calibration),
-    "alarms": ("alarms.json", alarm_tables.faults),
-    "alarm_margins": ("alarms.json", alarm_tables.margins),
     "correction": ("correction.json", correction.correction),
     "correction_gpu": ("correction_gpu.json", correction.correction),
     "headline_decode_moe": ("rollout_moe_restarts.json", headline.decode),
