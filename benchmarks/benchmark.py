@@ -34,7 +34,6 @@ BENCHMARKS = {
     "formats": "benchmarks.formats:BENCHMARK",
     "rounded_scales": "benchmarks.rounded_scales:BENCHMARK",
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
-    "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
     "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",
     "fp8_mismatch": "benchmarks.fp8_mismatch:BENCHMARK",
     "correction": "benchmarks.correction:CPU",

@@ -103,7 +103,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "long_tail": ("long_tail.json", engine_tables.long_tail),
     "decode_profile": ("decode_profile.json", engine_tables.decode_profile),
     "decode_profile_moe": ("decode_profile_moe.json", engine_tables.decode_profile),
-    "mitigations": ("mitigations.json", engine_tables.mitigations),
     "kernels": ("kernels.json", kernel_tables.kernels),
     "trl": ("trl.jsonl", trl.table),
     "verl": ("verl.jsonl", verl.table),

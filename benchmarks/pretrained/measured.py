@@ -13,10 +13,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.engines import serving
 from benchmarks.environment import ROOT
-from benchmarks.mitigations import trainer
 from benchmarks.pretrained.arms import Arm
 from trainer_bridge import Rollout, update
 from trainer_bridge.metrics import mismatch_metrics
@@ -30,6 +30,8 @@ TEXTS = ("LICENSE", "docs/correction.md", "docs/parity.md", "docs/scale.md")
 """Of this repository; a result has their digests."""
 BLOCK = 128
 SEED = 0
+LOGITS_AT_ONCE = 1 << 28
+"""Elements of FP32: 1 GiB."""
 ENGINE: dict[str, dict[str, Any]] = {
     "cpu": {"max_total_tokens": 8192, "max_running_requests": 32, "sleep_on_idle": True},
     "cuda": {"max_total_tokens": 65536, "mem_fraction_static": 0.3, "max_running_requests": 64},
@@ -155,5 +157,27 @@ def mismatch(engine: Any, model: Any, prompts: list[list[int]], new: int) -> dic
         finish_reasons=[reply["meta_info"]["finish_reason"]["type"] for reply in replies],
         temperature=1.0,
     )
-    trainer_BT = trainer.response_logprobs(model, batch)
+    trainer_BT = response_logprobs(model, batch)
     return mismatch_metrics(trainer_BT, batch.logprobs_BT, batch.mask_BT)
+
+
+@torch.inference_mode()
+def response_logprobs(model: Any, rollout: Any) -> torch.Tensor:
+    """The trainer's logprobs of the sampled tokens, FP32 [B, T] on the CPU.
+
+    The model computes in BF16, its head in FP32, whatever the engine's head does: what is measured
+    is the engine's part of the mismatch.
+    """
+    head_VH = model.get_output_embeddings().weight.float()
+    found = []
+    for prompt, response in zip(rollout.prompt_tokens, rollout.tokens, strict=True):
+        ids = torch.tensor([prompt + response], device=model.device)
+        hidden_TH = model.get_decoder()(ids, use_cache=False).last_hidden_state[0]
+        hidden_TH = hidden_TH[len(prompt) - 1 : -1].float()
+        parts = [
+            (part_TH @ head_VH.T).log_softmax(-1)
+            for part_TH in hidden_TH.split(max(1, LOGITS_AT_ONCE // len(head_VH)))
+        ]
+        logprobs_TV = torch.cat(parts) if len(parts) > 1 else parts[0]
+        found.append(logprobs_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu())
+    return pad_sequence(found, batch_first=True)

@@ -15,7 +15,6 @@ from benchmarks.benchmark import Run
 from benchmarks.engines import models
 from benchmarks.engines.keywords import is_stock
 from benchmarks.kv import cases as kv
-from benchmarks.mitigations import cases as mitigations
 
 
 def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:
@@ -31,9 +30,6 @@ def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:
     for job in kv.BENCHMARK.jobs:
         if job.spec.kind not in ("attention", "prefill"):
             yield job.name, job.stock, job.spec.keywords
-    for job in mitigations.BENCHMARK.jobs:
-        for device in ("cuda", "cpu"):
-            yield job.name, job.stock, job.spec.keywords(device)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -15,7 +15,9 @@ from benchmarks.pretrained.demo import MEASURED, TRAINED, summary
 from benchmarks.pretrained.measured import scaled_blocks
 from benchmarks.tables import pretrained
 from sgl_fp8rl.ops.reference import quantize_weight
+from tests.trainer_bridge.moe_models import tiny
 
+BF16_HEAD = 0.02
 CONTENT = bytes(range(256)) * 5 + b"end"
 
 
@@ -88,6 +90,21 @@ def test_regret_is_of_each_token_after_those_before_it() -> None:
     )
     assert measured.regrets(model, [0, 0], [2, 0]) == pytest.approx([0.0, 0.0])
     assert measured.regrets(model, [0, 0], [1, 2]) == pytest.approx([2.0, 6.0])
+
+
+def test_the_trainers_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen3").bfloat16()
+    rollout = SimpleNamespace(prompt_tokens=[[5, 6, 7], [8]], tokens=[[9, 10], [11, 12, 13]])
+    got = measured.response_logprobs(model, rollout)
+    assert got.shape == (2, 3) and got[0, 2] == 0 and bool((got[1] < 0).all())
+    for prompt, response, row in zip(rollout.prompt_tokens, rollout.tokens, got, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + response])).logits[0].float()
+        logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        wanted = logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+        assert (row[: len(response)] - wanted).abs().mean() < BF16_HEAD
+    monkeypatch.setattr(measured, "LOGITS_AT_ONCE", 1)
+    torch.testing.assert_close(measured.response_logprobs(model, rollout), got)
 
 
 def test_the_step_of_a_grid_is_found() -> None:
