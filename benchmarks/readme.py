@@ -20,17 +20,12 @@ from benchmarks.tables import (
     headline,
     kv,
     kv_causes,
-    learning,
     links,
     memory,
     pictures,
     plan,
-    pretrained,
     rounded_scales,
     sharded,
-    trl,
-    verl,
-    verl_parity,
 )
 from benchmarks.tables import engines as engine_tables
 from benchmarks.tables import kernels as kernel_tables
@@ -47,7 +42,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     **tables.BLOCKS,
     **dose_tables.BLOCKS,
     **long_tables.BLOCKS,
-    **pretrained.BLOCKS,
     "update": ("update.json", engine_tables.update),
     "update_moe": ("update_moe.json", engine_tables.update),
     "update_h100": ("update_h100.json", engine_tables.update),
@@ -104,9 +98,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "decode_profile": ("decode_profile.json", engine_tables.decode_profile),
     "decode_profile_moe": ("decode_profile_moe.json", engine_tables.decode_profile),
     "kernels": ("kernels.json", kernel_tables.kernels),
-    "trl": ("trl.jsonl", trl.table),
-    "verl": ("verl.jsonl", verl.table),
-    "verl_parity": ("verl_parity.jsonl", verl_parity.table),
     "gemms": (TABLES / "nvidia-h200.json", kernel_tables.gemms),
     "gemms_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.gemms),
 }
@@ -133,10 +124,6 @@ def main() -> None:
     if measured.exists():
         pictures.draw(read(measured), pictures.PICTURE)
     picture.draw_all()
-    for name, into in (("trl", trl.PICTURE), ("verl_parity", verl_parity.PICTURE)):
-        measured = RESULTS / f"{name}.jsonl"
-        if measured.exists():
-            learning.draw(read(measured), into)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from benchmarks.pretrained import checkpoint, kv_orders, measured, needle, piece
 from benchmarks.pretrained.arms import ARMS, BF16
 from benchmarks.pretrained.demo import MEASURED, TRAINED, summary
 from benchmarks.pretrained.measured import scaled_blocks
-from benchmarks.tables import pretrained
 from sgl_fp8rl.ops.reference import quantize_weight
 from tests.trainer_bridge.moe_models import tiny
 
@@ -149,14 +148,6 @@ def rows() -> list[dict[str, Any]]:
         for i, arm in enumerate(ARMS)
     ]
     return [environment, {"kind": "weights", "matrices": 20, **grid, **peaks}, *arms]
-
-
-def test_the_tables_show_every_arm_beside_bf16() -> None:
-    formats = pretrained.formats(rows()).splitlines()
-    assert [line.split("`")[1] for line in formats[2 : 2 + len(ARMS)]] == list(ARMS)
-    assert "| 21.00 | +0.1000 +- 0.0000 | 1.0e-03 |" in formats[3]
-    assert "| Who? | `bf16` | bf16 says / 1   2 |" in pretrained.answers(rows())
-    assert "2.00% to the weights" in pretrained.weights(rows())
 
 
 def test_the_summary_of_the_demo_has_both() -> None:
