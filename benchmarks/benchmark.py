@@ -13,11 +13,6 @@ from typing import Any, Literal
 BENCHMARKS = {
     "update": "benchmarks.update:BENCHMARK",
     "sharded": "benchmarks.sharded:BENCHMARK",
-    "links": "benchmarks.links:BENCHMARK",
-    "far_ranks": "benchmarks.far_ranks:BENCHMARK",
-    "chain": "benchmarks.chain:BENCHMARK",
-    "flips": "benchmarks.flips:BENCHMARK",
-    "delta": "benchmarks.delta:BENCHMARK",
     "start": "benchmarks.start:BENCHMARK",
     "rollout": "benchmarks.rollout:DENSE",
     "rollout_moe": "benchmarks.rollout:MOE",
