@@ -17,7 +17,6 @@ BENCHMARKS = {
     "rollout": "benchmarks.rollout:DENSE",
     "rollout_moe": "benchmarks.rollout:MOE",
     "rollout_two_gpus": "benchmarks.rollout:ON_TWO_GPUS",
-    "ragged": "benchmarks.ragged:BENCHMARK",
     "long_tail": "benchmarks.long_tail:BENCHMARK",
     "multi_turn": "benchmarks.multi_turn:BENCHMARK",
     "decode_profile": "benchmarks.decode_profile:DENSE",
@@ -27,12 +26,9 @@ BENCHMARKS = {
     "kv_decode": "benchmarks.kv.decode:BENCHMARK",
     "kv_causes": "benchmarks.kv.causes:BENCHMARK",
     "formats": "benchmarks.formats:BENCHMARK",
-    "rounded_scales": "benchmarks.rounded_scales:BENCHMARK",
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",
     "fp8_mismatch": "benchmarks.fp8_mismatch:BENCHMARK",
-    "correction": "benchmarks.correction:CPU",
-    "correction_gpu": "benchmarks.correction:GPU",
 }
 """Module and attribute of each benchmark; the name is also that of its result file."""
 

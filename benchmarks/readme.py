@@ -13,7 +13,6 @@ from benchmarks.parity.run_log import rows_of
 from benchmarks.run import RESULTS
 from benchmarks.tables import (
     beside_stock,
-    correction,
     formats,
     fp8_forward,
     headline,
@@ -22,7 +21,6 @@ from benchmarks.tables import (
     memory,
     pictures,
     plan,
-    rounded_scales,
     sharded,
 )
 from benchmarks.tables import engines as engine_tables
@@ -46,7 +44,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "fp8_forward": ("fp8_forward.json", fp8_forward.fp8_forward),
     "fp8_mismatch": ("fp8_mismatch.json", fp8_forward.mismatch),
     "formats": ("formats.json", formats.formats),
-    "rounded_scales": ("rounded_scales.json", rounded_scales.rounded_scales),
     "sharded": ("sharded.json", sharded.sharded),
     "sharded_four": ("sharded_four.json", sharded.sharded),
     "sharded_8b": ("sharded_8b.json", sharded.sharded),
@@ -62,8 +59,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "kv_causes": ("kv_causes.json", kv_causes.causes),
     "kv_codes": ("kv_causes.json", kv_causes.codes),
     "kv_sums": ("kv_causes.json", kv_causes.calibration),
-    "correction": ("correction.json", correction.correction),
-    "correction_gpu": ("correction_gpu.json", correction.correction),
     "headline_decode_moe": ("rollout_moe_restarts.json", headline.decode),
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_turns": ("multi_turn.json", headline.turns),
@@ -81,8 +76,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "rollout_restarts": ("rollout_restarts.json", engine_tables.rollout),
     "rollout_moe_restarts": ("rollout_moe_restarts.json", engine_tables.rollout),
     "rollout_two_gpus": ("rollout_two_gpus.json", beside_stock.both),
-    "ragged_tp2": ("ragged_tp2.json", engine_tables.rollout),
-    "ragged_tp4": ("ragged_tp4.json", engine_tables.rollout),
     "rollout_graphs": ("rollout_graphs.json", engine_tables.rollout),
     "rollout_deterministic": ("rollout_deterministic.json", engine_tables.rollout),
     "multi_turn": ("multi_turn.json", engine_tables.multi_turn),
