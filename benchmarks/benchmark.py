@@ -24,7 +24,6 @@ BENCHMARKS = {
     "kv": "benchmarks.kv.cases:BENCHMARK",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
     "kv_decode": "benchmarks.kv.decode:BENCHMARK",
-    "kv_causes": "benchmarks.kv.causes:BENCHMARK",
     "formats": "benchmarks.formats:BENCHMARK",
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",
