@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks import demo
 from benchmarks.environment import ROOT
-from benchmarks.parity import dose_tables, long_tables, picture, tables
 from benchmarks.parity.run_log import rows_of
 from benchmarks.run import RESULTS
 from benchmarks.tables import (
@@ -34,9 +33,6 @@ BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     **demo.BLOCKS,
-    **tables.BLOCKS,
-    **dose_tables.BLOCKS,
-    **long_tables.BLOCKS,
     "update": ("update.json", engine_tables.update),
     "update_moe": ("update_moe.json", engine_tables.update),
     "update_h100": ("update_h100.json", engine_tables.update),
@@ -104,7 +100,6 @@ def main() -> None:
     measured = RESULTS / "rollout_decode.json"
     if measured.exists():
         pictures.draw(read(measured), pictures.PICTURE)
-    picture.draw_all()
 
 
 if __name__ == "__main__":
