@@ -16,10 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.parity import models, run, start
-from benchmarks.parity.arms import ARMS
-from benchmarks.parity.run_log import LOG, rows_of
-from benchmarks.parity.settings import SIZES, Study
+from benchmarks.learning import run, start
+from benchmarks.learning.study import ALL_BF16, LOG, PRETRAINED, SIZES, Arm, Study
 from benchmarks.pretrained import run as formats
 from benchmarks.pretrained.arms import INT8_KV, KEPT
 from benchmarks.pretrained.run import Row, Work
@@ -27,17 +25,16 @@ from benchmarks.pretrained.run import Row, Work
 MEASURED = {"bf16-head": "BF16", "fp8-int8kv": "FP8", "mixed-int8kv": "mixed"}
 """Arms of ``formats``, and what the summary calls them."""
 TRAINED = (
-    ARMS["smollm2-bf16"],
-    replace(
-        ARMS["smollm2-fp8-kv8"],
-        name="smollm2-mixed-int8kv",
-        ignored_layers=" ".join(*KEPT.values()),
-        engine=INT8_KV | {"attention_backend": None},
+    Arm("smollm2-bf16", ALL_BF16),
+    Arm(
+        "smollm2-mixed-int8kv",
+        " ".join(*KEPT.values()),
+        INT8_KV | {"attention_backend": None},
     ),
 )
 WORK = Work(length=128, windows=4, answers=3, new=24, samples=2)
 SETTINGS = replace(
-    SIZES[models.PRETRAINED], steps=2, prompts=2, group=4, evaluation_problems=2, evaluate_every=2
+    SIZES[PRETRAINED], steps=2, prompts=2, group=4, evaluation_problems=2, evaluate_every=2
 )
 SEED = 0
 
@@ -50,16 +47,16 @@ def main() -> None:
         "--out", type=Path, default=Path("runs/demo-pretrained"), help="folder of all files"
     )
     out: Path = parser.parse_args().out
-    study = Study(out, models.PRETRAINED, SETTINGS, torch.device("cpu"))
-    checkpoint = start.start_of(study, models.PRETRAINED)
+    study = Study(out, PRETRAINED, SETTINGS, torch.device("cpu"))
+    start.make(study)
     log = out / "formats.jsonl"
     log.unlink(missing_ok=True)
-    rows = formats.run(checkpoint, list(MEASURED), log, WORK, float("inf"))
+    rows = formats.run(study.start, list(MEASURED), log, WORK, float("inf"))
     steps = {}
     for arm in TRAINED:
         shutil.rmtree(study.run_folder(arm.name, SEED), ignore_errors=True)
-        run.run(study, arm, SEED, float("inf"))
-        every = rows_of(study.run_folder(arm.name, SEED) / LOG)
+        run.run(study, arm, SEED)
+        every = run.rows_of(study.run_folder(arm.name, SEED) / LOG)
         steps[arm.name] = [row for row in every if row["kind"] == "step"]
     print(summary({row["arm"]: row for row in rows if row["kind"] == "arm"}, steps))
 

@@ -1,6 +1,6 @@
 """What a format does to a pretrained checkpoint: answers, perplexity, mismatch with a BF16 trainer.
 
-    python -m benchmarks.pretrained.run --output benchmarks/results/pretrained.jsonl
+    python -m benchmarks.pretrained.run --output runs/pretrained.jsonl
 
 A row an arm, after one of the environment and one of the weights. Arms that the output has already
 are left out, so a run may be cut into calls.

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity import picture
 from benchmarks.pretrained import checkpoint, kv_orders, measured, needle, pieces, weights
 from benchmarks.pretrained.arms import ARMS, BF16
 from benchmarks.pretrained.demo import MEASURED, TRAINED, summary
@@ -159,14 +158,6 @@ def test_the_summary_of_the_demo_has_both() -> None:
         assert f"{arm} says" in text and f"({row['regret']['Who?']:.2f} nats)" in text
         assert f"weights {row['weight_bytes'] // 10**6} MB" in text
     assert text.count("2 steps of GRPO") == 2
-
-
-def test_the_pretrained_model_has_a_picture_of_its_own(tmp_path: Path) -> None:
-    series = {"reward": [0.1, 0.2], "mismatch_kl_k3": [1e-3, 1e-3], "ess": [0.9, 0.8]}
-    runs = [{"kind": "run", "arm": "smollm2-bf16", "seed": 0, "series": series}]
-    environment = {"device": "CPU", "commit": "abc1234"}
-    picture.draw([environment, *runs], tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 def test_each_prompt_comes_first_in_turn() -> None:

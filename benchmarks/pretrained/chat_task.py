@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parity.tasks import Problem, Task, is_held_out
+from benchmarks.learning.tasks import Problem, Task, is_held_out
 
 TERMS = 3
 LARGEST = 9

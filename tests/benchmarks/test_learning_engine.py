@@ -1,4 +1,4 @@
-"""Two arms of the study on real engines, one of them killed on its way, then evaluated."""
+"""Arms of the study on real engines, one of them killed on its way, then evaluated."""
 
 import json
 import os
@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity.run_log import HELD_OUT, LOG, rows_of
+from benchmarks.learning.results import summarize, table
+from benchmarks.learning.run import HELD_OUT, rows_of
+from benchmarks.learning.study import CONTROL, LOG
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,12 +36,10 @@ SETTINGS = {
 }
 
 
-def start(
-    script: str, state: Path, *words: str, settings: dict[str, Any] = SETTINGS
-) -> "subprocess.Popen[bytes]":
-    """A script of a study, in a process group of its own."""
-    common = ["--state", str(state), "--size", "tiny", "--settings", json.dumps(settings)]
-    command = [sys.executable, "-m", f"benchmarks.parity.{script}", *common, *words]
+def start(state: Path, *words: str) -> "subprocess.Popen[bytes]":
+    """A run, in a process group of its own."""
+    common = ["--state", str(state), "--size", "tiny", "--settings", json.dumps(SETTINGS)]
+    command = [sys.executable, "-m", "benchmarks.learning.run", *common, *words]
     with (state / "out").open("ab") as out:
         return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
 
@@ -61,10 +61,10 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_two_arms_with_a_kill_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8RL_COMMIT", "abc1234")  # the tree may change between the processes
-    finish(start("run", tmp_path, "--arm", "bf16"), tmp_path)
+    finish(start(tmp_path, "--arm", "bf16"), tmp_path)
 
-    killed = tmp_path / "fp8-kv8-0"
-    process = start("run", tmp_path, "--arm", "fp8-kv8")
+    killed = tmp_path / "kv8-tis-0"
+    process = start(tmp_path, "--arm", "kv8-tis")
     deadline = time.monotonic() + LIMIT_S
     while len(steps_of(killed)) < KILL_AFTER and time.monotonic() < deadline:
         assert process.poll() is None, (tmp_path / "out").read_text()[-4000:]
@@ -73,14 +73,13 @@ def test_two_arms_with_a_kill_between(tmp_path: Path, monkeypatch: pytest.Monkey
     process.wait()
     before = steps_of(killed)
     assert len(before) == KILL_AFTER
-    finish(start("run", tmp_path, "--arm", "fp8-kv8"), tmp_path)
+    finish(start(tmp_path, "--arm", "kv8-tis"), tmp_path)
 
-    for name in ("bf16-0", "fp8-kv8-0"):
+    for name in ("bf16-0", "kv8-tis-0"):
         rows = rows_of(tmp_path / name / LOG)
         steps = [row for row in rows if row["kind"] == "step"]
         assert [row["step"] for row in steps] == list(range(STEPS))
         assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [0, STEPS]
-        assert [row["kind"] for row in rows].count("run") == 1
         assert all(0 < row["mismatch_kl_k3"] < 1 for row in steps)
     # What the checkpoint had is what it was; what came after it was sampled anew.
     after = steps_of(killed)
@@ -89,14 +88,19 @@ def test_two_arms_with_a_kill_between(tmp_path: Path, monkeypatch: pytest.Monkey
     assert after[again]["rollout_log_ppl"] != before[again]["rollout_log_ppl"]
     engines = {
         name: [row for row in rows_of(tmp_path / name / LOG) if row["kind"] == "engine"]
-        for name in ("bf16-0", "fp8-kv8-0")
+        for name in ("bf16-0", "kv8-tis-0")
     }
-    assert [row["step"] for row in engines["fp8-kv8-0"]] == [0, CHECKPOINT_EVERY]
-    assert {row["fp8_matrices"] for row in engines["fp8-kv8-0"]} == {8}
+    assert [row["step"] for row in engines["kv8-tis-0"]] == [0, CHECKPOINT_EVERY]
+    assert {row["fp8_matrices"] for row in engines["kv8-tis-0"]} == {8}
     assert [row["fp8_matrices"] for row in engines["bf16-0"]] == [0]
     kl = {name: sum(row["mismatch_kl_k3"] for row in steps_of(tmp_path / name)) for name in engines}
-    assert kl["fp8-kv8-0"] > kl["bf16-0"]
+    assert kl["kv8-tis-0"] > kl["bf16-0"]
 
-    finish(start("held_out", tmp_path, "--model", "dense", "--seed", "0"), tmp_path)
-    for name in ("start-dense", *engines):
+    for arm in ("kv8-fp8-forward", CONTROL):
+        finish(start(tmp_path, "--arm", arm), tmp_path)
+    of_control = sum(row["mismatch_kl_k3"] for row in steps_of(tmp_path / f"{CONTROL}-0"))
+    assert of_control > 10 * kl["kv8-tis-0"]
+    finish(start(tmp_path, "--held-out", "--seed", "0"), tmp_path)
+    for name in ("start", f"{CONTROL}-0", "kv8-fp8-forward-0", *engines):
         assert json.loads((tmp_path / name / HELD_OUT).read_text())["problems"] == 4
+    assert table(summarize(tmp_path)).count("\n| ") == 5

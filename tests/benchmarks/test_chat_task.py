@@ -1,6 +1,7 @@
 """The pretrained model's task: rewards by Python's own arithmetic."""
 
-from benchmarks.parity import chat_task, tasks
+from benchmarks.learning import tasks
+from benchmarks.pretrained import chat_task
 
 END = "<|im_end|>"
 

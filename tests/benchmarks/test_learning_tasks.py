@@ -6,7 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.parity import models, sampling, tasks
+from benchmarks.learning import sampling, tasks
+from benchmarks.learning.study import CONTEXT
 from examples.grpo.arithmetic import END, decode, encode
 from trainer_bridge import Rollout
 
@@ -36,8 +37,7 @@ def test_a_teacher_who_never_slips_is_right(kind: str, level: int) -> None:
         assert problem.answer == answer_of(problem.prompt)
         assert tasks.reward(problem, response) == 1.0
         assert len(response) <= tasks.max_new_tokens([level])
-        positions = models.LARGE_CONTEXT if level == tasks.LONG else models.CONTEXT
-        assert len(problem.prompt) + tasks.max_new_tokens([level]) < positions
+        assert len(problem.prompt) + tasks.max_new_tokens([level]) < CONTEXT
         # The controls: cut off, another answer, the answer's beginning, nothing.
         assert tasks.reward(problem, response.removesuffix(END)) == 0.0
         assert tasks.reward(problem, response.removesuffix(END) + "1" + END) == 0.0

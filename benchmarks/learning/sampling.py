@@ -1,29 +1,38 @@
 """Responses of an engine to problems, and their rewards."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import Any
 
-from benchmarks.parity import chat_task, models, tasks
-from benchmarks.parity.engines import Engine
-from benchmarks.parity.tasks import Problem, Task
-from trainer_bridge import Rollout
+from benchmarks.learning import tasks
+from benchmarks.learning.study import PRETRAINED, Arm, Study
+from benchmarks.learning.tasks import Problem, Task
+from benchmarks.pretrained import chat_task
+from examples.grpo.engine import running_engine
+from trainer_bridge import Rollout, rollout
 
 
-def task_of(model: str, start: Path, levels: Sequence[int]) -> Task:
-    """What a model is to learn.
+def task_of(study: Study) -> Task:
+    """What its runs are to learn."""
+    if study.size == PRETRAINED:
+        return chat_task.task(study.start)
+    return tasks.worked_out(study.settings.levels)
+
+
+def engine_of(study: Study, arm: Arm, seed: int, **keywords: Any) -> AbstractContextManager[Any]:
+    """An arm's engine over the weights that runs begin with, shut down at the end.
 
     Args:
-        start: the checkpoint that its runs begin with.
-        levels: of problems, for a model that is trained from scratch.
+        keywords: more of ``sglang.Engine``.
     """
-    return chat_task.task(start) if model == models.PRETRAINED else tasks.worked_out(levels)
+    return running_engine(
+        study.start, arm.ignored_layers, seed, study.engine(arm.engine | keywords)
+    )
 
 
 def respond(
-    engine: Engine, task: Task, problems: list[Problem], version: int | None, n: int = 1
+    engine: Any, task: Task, problems: list[Problem], version: int | None, n: int = 1
 ) -> Rollout:
     """``n`` responses to each problem, by policy ``version``; None: by what the engine has."""
     prompts = [task.encode(problem.prompt) for problem in problems]
@@ -34,7 +43,7 @@ def respond(
         "no_stop_trim": True,  # the end token belongs to the response
         "n": n,
     }
-    return engine.sample(prompts, sampling, version)
+    return rollout(engine, prompts, sampling, expected_version=version)
 
 
 def rewards_of(task: Task, problems: list[Problem], batch: Rollout) -> list[float]:
@@ -59,7 +68,7 @@ def shape_of(batch: Rollout) -> dict[str, float]:
     }
 
 
-def evaluate(engine: Engine, task: Task, count: int, version: int) -> dict[str, Any]:
+def evaluate(engine: Any, task: Task, count: int, version: int) -> dict[str, Any]:
     """Mean reward of one response to each of ``count`` held-out problems, in all and by kind.
 
     The problems are the same for every run and every step.

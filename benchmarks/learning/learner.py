@@ -7,15 +7,13 @@ Shapes: B sequences, T tokens of the longest response, P prompts, G responses to
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from benchmarks.parity.planting import Gains
 from examples.grpo.loop import group_advantages
-from trainer_bridge import Correction, CorrectionConfig, Rollout, correct, response_logprobs
+from trainer_bridge import Correction, Rollout, correct, response_logprobs
 
 TOKENS_PER_PASS = 4096
 """Padded tokens of a forward with its backward; 6 GB or so, with a vocabulary of 49,152."""
@@ -27,12 +25,7 @@ LARGEST_NORM = 1.0
 class Learner:
     """Trains ``model`` through FP32 copies of its parameters.
 
-    What is planted is in the model alone. Its masters, gradients and AdamW's moments are those of
-    the model without: a gain is a power of two, by which weights are multiplied on their way to the
-    model and gradients on their way back, without rounding.
-
     Args:
-        model: with nothing planted.
         learning_rate: AdamW's.
         ranks: how many train it together: each has all of it, and their gradients are added.
     """
@@ -42,26 +35,15 @@ class Learner:
         self._ranks = ranks
         self._named = dict(model.named_parameters())
         self._masters = [p.detach().float().clone() for p in self._named.values()]
-        self._gains: list[torch.Tensor | None] = [None] * len(self._masters)
         self.optimizer = torch.optim.AdamW(
             self._masters, lr=learning_rate, betas=BETAS, weight_decay=0.0
         )
 
-    def plant(self, gains: Gains) -> None:
-        """Plant these outliers into the model, in the place of what was planted."""
-        assert gains.keys() <= self._named.keys(), "gains name no parameter of the model"
-        found = [gains.get(name) for name in self._named]
-        self._gains = [None if gain is None else gain.to(self.model.device) for gain in found]
-        self._write()
-
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a micro-batch, in FP32."""
         loss.backward()
-        of_each = zip(self._masters, self._named.values(), self._gains, strict=True)
-        for master, parameter, gain in of_each:
+        for master, parameter in zip(self._masters, self._named.values(), strict=True):
             gradient = parameter.grad.float()
-            if gain is not None:
-                gradient = gradient * gain
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
@@ -79,9 +61,7 @@ class Learner:
 
     @torch.no_grad()
     def _write(self) -> None:
-        pairs = zip(self._masters, self._gains, strict=True)
-        weights = [master if gain is None else master * gain for master, gain in pairs]
-        torch._foreach_copy_(list(self._named.values()), weights)
+        torch._foreach_copy_(list(self._named.values()), self._masters)
 
     def state(self) -> dict[str, torch.Tensor]:
         """All that a step depends on: weights, AdamW's moments and its count of steps."""
@@ -105,15 +85,11 @@ class Learner:
 
 
 def micro_batches_of(
-    prompts: list[list[int]], responses: list[list[int]], tokens: int | None = None
+    prompts: list[list[int]], responses: list[list[int]], limit: int
 ) -> Iterator[list[int]]:
-    """Indices of sequences that go through the model together, those of like length.
-
-    Args:
-        tokens: that a forward takes at most, padded; None: ``TOKENS_PER_PASS``.
-    """
+    """Indices of sequences that go through the model together, those of like length, with at most
+    ``limit`` padded tokens."""
     length = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    limit = tokens or TOKENS_PER_PASS
     micro_batch: list[int] = []
     for index in sorted(range(len(length)), key=lambda i: length[i]):
         if micro_batch and length[index] * (len(micro_batch) + 1) > limit:
@@ -123,51 +99,30 @@ def micro_batches_of(
     yield micro_batch
 
 
-def _logprobs(model: PreTrainedModel, batch: Rollout, micro_batch: list[int]) -> torch.Tensor:
-    """Logprobs [len(micro_batch), longest response] by the trainer's weights."""
-    prompts, responses = (
-        [rows[i] for i in micro_batch] for rows in (batch.prompt_tokens, batch.tokens)
-    )
-    return response_logprobs(model, prompts, responses, batch.temperature)
-
-
-@torch.no_grad()
-def trainer_logprobs(model: PreTrainedModel, batch: Rollout) -> torch.Tensor:
-    """Logprobs [B, T] by the trainer's weights, padded with 0."""
-    found_BT = torch.zeros(batch.mask_BT.shape, device=model.device)
-    for micro_batch in micro_batches_of(batch.prompt_tokens, batch.tokens):
-        logprobs_BT = _logprobs(model, batch, micro_batch)
-        found_BT[micro_batch, : logprobs_BT.shape[1]] = logprobs_BT
-    return found_BT
-
-
-def mini_batches_of(batch: Rollout, count: int) -> Iterator[Rollout]:
-    """A rollout in equal parts, in order; responses to a prompt stay together if they can."""
-    size = len(batch.tokens) // count
-    for first in range(0, size * count, size):
-        part = slice(first, first + size)
-        yield replace(
-            batch,
-            prompt_tokens=batch.prompt_tokens[part],
-            tokens=batch.tokens[part],
-            logprobs=batch.logprobs[part],
-            versions=batch.versions[part],
-            runs=batch.runs[part],
-            finish_reasons=batch.finish_reasons[part],
+def logprobs_of(model: PreTrainedModel, batch: Rollout) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Indices of sequences, and their logprobs [indices, longest response] by the trainer's
+    weights, until all of the batch were there."""
+    for some in micro_batches_of(batch.prompt_tokens, batch.tokens, TOKENS_PER_PASS):
+        prompts, responses = (
+            [rows[i] for i in some] for rows in (batch.prompt_tokens, batch.tokens)
         )
+        yield some, response_logprobs(model, prompts, responses, batch.temperature)
 
 
 def learn(
-    learner: Learner, batch: Rollout, rewards_PG: torch.Tensor, config: str | CorrectionConfig
+    learner: Learner, batch: Rollout, rewards_PG: torch.Tensor, config: str
 ) -> tuple[Correction, float]:
-    """One GRPO step on the whole batch, as if it came from the weights of now; returns its
-    correction, and the norm of the gradient before it was clipped."""
-    correction = correct(batch, trainer_logprobs(learner.model, batch), config)
+    """One GRPO step on the whole batch; returns its correction, and the norm of the gradient before
+    it was clipped."""
+    trainer_BT = torch.zeros(batch.mask_BT.shape, device=learner.model.device)
+    with torch.no_grad():
+        for some, logprobs_BT in logprobs_of(learner.model, batch):
+            trainer_BT[some, : logprobs_BT.shape[1]] = logprobs_BT
+    correction = correct(batch, trainer_BT, config)
     advantages_B1 = group_advantages(rewards_PG).view(-1, 1).to(learner.model.device)
     factors_BT = -correction.weights_BT * correction.mask_BT * advantages_B1
     count = correction.mask_BT.sum().clamp(min=1)
-    for micro_batch in micro_batches_of(batch.prompt_tokens, batch.tokens):
-        logprobs_BT = _logprobs(learner.model, batch, micro_batch)
-        factors = factors_BT[micro_batch, : logprobs_BT.shape[1]]
+    for some, logprobs_BT in logprobs_of(learner.model, batch):
+        factors = factors_BT[some, : logprobs_BT.shape[1]]
         learner.backward((factors * logprobs_BT).sum() / count)
     return correction, learner.step()

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from examples.grpo.arithmetic import END, END_TOKEN, decode, encode
 
@@ -28,7 +27,6 @@ LONG = 4
 LONGEST = {1: 288, 2: 288, 3: 288, LONG: 640}
 """Tokens of a response. A right one of the teacher has 260 characters at most (a sort of nine
 letters, 26 swaps); of the long ones 598 (twelve letters, 46 swaps)."""
-
 TERMS = {1: (8, 9), 2: (12, 20), 3: (16, 40), LONG: (48, 60)}
 """Number of terms, and the largest."""
 LETTERS = {1: (7, 13), 2: (8, 18), 3: (9, 26), LONG: (12, 46)}
@@ -39,7 +37,6 @@ DIGITS = {1: (3, 2), 2: (4, 2), 3: (4, 3), LONG: (6, 5)}
 CARE = {LONG: 0.4}
 """By how much the teacher's chance to slip is less in a long response: he is right as often."""
 HELD_OUT_ONE_IN = 8
-ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -52,17 +49,12 @@ class Problem:
     answer: str
 
 
-class Draw(Protocol):
-    """Draws problems, the same ones for the same seed."""
-
-    def __call__(self, count: int, seed: str, held_out: bool = False) -> list[Problem]: ...
-
-
 @dataclass(frozen=True)
 class Task:
     """Problems, and how they are put to a model and its responses are marked."""
 
-    draw: Draw
+    draw: Callable[..., list[Problem]]
+    """As ``draw_problems``, the same ones for the same seed."""
     encode: Callable[[str], list[int]]
     """Token ids of a problem's prompt."""
     decode: Callable[[list[int]], str]
@@ -70,9 +62,6 @@ class Task:
     reward: Callable[[Problem, str], float]
     end_token: int
     max_new_tokens: int
-
-
-# ---- sums, whose terms are taken in any order ----------------------------------------------------
 
 
 def make_total(level: int, rng: random.Random) -> Problem:
@@ -89,7 +78,7 @@ def make_total(level: int, rng: random.Random) -> Problem:
 
 def show_total(problem: Problem, rng: random.Random, slip: float) -> str:
     """Each term with the total so far, in random order, but no total is negative."""
-    left = _terms(problem.prompt)
+    left = [int(term) for term in problem.prompt[1:-1].replace("-", "+-").split("+") if term]
     total, steps = 0, []
     while left:
         fitting = [term for term in left if total + term >= 0] or left
@@ -102,19 +91,13 @@ def show_total(problem: Problem, rng: random.Random, slip: float) -> str:
     return "".join(steps)
 
 
-def _terms(prompt: str) -> list[int]:
-    return [int(term) for term in prompt[1:-1].replace("-", "+-").split("+") if term]
-
-
-# ---- sorting by swaps of neighbours --------------------------------------------------------------
-
-
 def make_sort(level: int, rng: random.Random) -> Problem:
     """Different letters, in an order that takes a bounded number of swaps to sort."""
     count, most = LETTERS[level]
     while True:
-        letters = rng.sample(ALPHABET, count)
-        if LEAST_SWAPS <= _inversions(letters) <= most:
+        letters = rng.sample("abcdefghijklmnopqrstuvwxyz", count)
+        swaps = sum(a > b for i, a in enumerate(letters) for b in letters[i + 1 :])
+        if LEAST_SWAPS <= swaps <= most:
             return Problem("sort", level, f"S{''.join(letters)}=", "".join(sorted(letters)))
 
 
@@ -128,13 +111,6 @@ def show_sort(problem: Problem, rng: random.Random, slip: float) -> str:
             letters[at] = letters[at + 1]
         steps.append("".join(letters))
     return ",".join(steps)
-
-
-def _inversions(letters: list[str]) -> int:
-    return sum(a > b for i, a in enumerate(letters) for b in letters[i + 1 :])
-
-
-# ---- products, digit by digit --------------------------------------------------------------------
 
 
 def make_product(level: int, rng: random.Random) -> Problem:
@@ -177,9 +153,6 @@ def _columns(
             carry = 0
     result = str(int(f"{carry}{digits}"))
     return f"{','.join(steps)}:{result}", result
-
-
-# ---- all of them ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

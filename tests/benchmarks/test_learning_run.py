@@ -3,31 +3,25 @@
 import json
 import math
 import random
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from threading import Semaphore
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import environment
-from benchmarks.parity import engines, learner, models, run, run_all, sampling, tasks
-from benchmarks.parity.arms import Arm
-from benchmarks.parity.controlled import Controlled
-from benchmarks.parity.dose_arms import ALL_ARMS, DOSE_ARMS, MINI_BATCHES, STUDIES
-from benchmarks.parity.learner import Learner
-from benchmarks.parity.run_log import FINAL, FINISHED, LOG, only_writer, rows_of
-from benchmarks.parity.scan import SCAN
-from benchmarks.parity.settings import open_study
+from benchmarks.learning import learner, results, run, sampling, study, tasks
+from benchmarks.learning.learner import Learner
+from benchmarks.learning.run import FINAL, FINISHED, only_writer, rows_of
+from benchmarks.learning.study import ARMS, CONTROL, LOG, REFERENCE, Arm, open_study
 from examples.grpo import arithmetic
-from trainer_bridge import Request, Rollout
+from trainer_bridge import Rollout
 
 STEPS, EVERY = 6, 2
 COMMIT = "abc1234"  # of the tree, which may change while the tests run
@@ -62,7 +56,7 @@ def a_batch(problems: list[tasks.Problem], n: int, seed: str, off: float = 6.0) 
 
 
 def a_learner(seed: int = 0) -> Learner:
-    return Learner(models.build("dense", "tiny", seed), 1e-3)
+    return Learner(study.build("tiny", seed), 1e-3)
 
 
 # ---- learning ------------------------------------------------------------------------------------
@@ -79,7 +73,7 @@ def test_learning_in_micro_batches_is_learning_from_the_whole_batch(
     norms = {}
     for limit in (600, 100_000):
         monkeypatch.setattr(learner, "TOKENS_PER_PASS", limit)
-        cut = list(learner.micro_batches_of(batch.prompt_tokens, batch.tokens))
+        cut = list(learner.micro_batches_of(batch.prompt_tokens, batch.tokens, limit))
         assert sorted(i for micro_batch in cut for i in micro_batch) == list(range(12))
         assert (len(cut) > 2) == (limit == 600)
         correction, norms[limit] = learner.learn(a_learner(), batch, rewards_PG, preset)
@@ -117,63 +111,45 @@ class Killed(BaseException):
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Engines that respond as the teacher does, each policy version in its own way."""
-    lists = ("seeds", "versions", "in_flight", "ignored", "kv")
-    facts: dict[str, Any] = {"kill_at": None, "off": 6.0, **{name: [] for name in lists}}
-    begun = Semaphore(0)
-    """Rollouts that an update is to interrupt, and that have begun."""
+    facts: dict[str, Any] = {"kill_at": None, "seeds": [], "versions": [], "sent": []}
     monkeypatch.setenv(environment.COMMIT_VARIABLE, COMMIT)
-
-    class FakeEngine:
-        def formats(self) -> dict[str, str]:
-            return {"model.layers.0.mlp.gate_up_proj": "block-fp8", "lm_head": "bf16"}
-
-        def update(self, model: Any, version: int, in_flight: str = "abort") -> float:
-            if in_flight == "retract":
-                assert begun.acquire(timeout=60), "no rollout is under way"
-            facts["versions"].append(version)
-            facts["in_flight"].append(in_flight)
-            return 0.5
+    layers = [{"format": "block-fp8"}, {"format": "bf16"}]
+    client = SimpleNamespace(control=lambda message: {"layers": layers})
 
     @contextmanager
-    def running(
-        arm: Arm, checkpoint: Path, ignored: str, seed: int, keywords: dict[str, Any]
-    ) -> Iterator[FakeEngine]:
+    def engine_of(of: study.Study, arm: Arm, seed: int, **keywords: Any) -> Iterator[object]:
         facts["seeds"].append(seed)
-        facts["ignored"].append(ignored)
-        facts["kv"].append(keywords.get("kv_cache_dtype"))
-        yield FakeEngine()
+        yield object()
+
+    def update(sent: Any, engine: object, version: int) -> Any:
+        facts["versions"].append(version)
+        named = sent.named_parameters() if isinstance(sent, torch.nn.Module) else sent
+        facts["sent"].append({name: weight.detach().clone() for name, weight in named})
+        return SimpleNamespace(seconds={"total": 0.5})
 
     def respond(
-        engine: Any,
-        task: tasks.Task,
-        problems: list[tasks.Problem],
-        version: int | None,
-        n: int = 1,
+        engine: object, task: tasks.Task, problems: list[tasks.Problem], version: int, n: int = 1
     ) -> Rollout:
-        if n > 1 and version == facts["kill_at"] is not None:
+        if n > 1 and version == facts["kill_at"]:
             raise Killed
-        sampled_by = version
-        if version is None:
-            sampled_by = facts["versions"][-1]
-            begun.release()
-        batch = a_batch(problems, n, f"version {version}", facts["off"])
-        return replace(batch, versions=[[sampled_by] * len(row) for row in batch.tokens])
+        batch = a_batch(problems, n, f"version {version}")
+        return replace(batch, versions=[[version] * len(row) for row in batch.tokens])
 
-    monkeypatch.setattr(engines, "running", running)
+    monkeypatch.setattr(sampling, "engine_of", engine_of)
     monkeypatch.setattr(sampling, "respond", respond)
+    monkeypatch.setattr(run, "update", update)
+    monkeypatch.setattr(run, "connect", lambda engine: client)
     return facts
 
 
-def go_on(
-    state: Path, until: float = math.inf, arm: str = "fp8", study: str = "parity", **settings: Any
-) -> bool:
-    args = Namespace(state=state, size="tiny", study=study, settings=SMALL | settings)
-    return run.run(open_study(args), ALL_ARMS[arm], 1, until)
+def go_on(state: Path, until: float = math.inf, arm: str = "fp8-tis", **settings: Any) -> bool:
+    args = Namespace(state=state, size="tiny", settings=SMALL | settings)
+    return run.run(open_study(args), ARMS[arm], 1, until)
 
 
 def curve(state: Path) -> list[dict[str, Any]]:
     """What a kill must not change."""
-    rows = rows_of(state / "fp8-1" / LOG)
+    rows = rows_of(state / "fp8-tis-1" / LOG)
     return [
         {key: value for key, value in row.items() if not key.endswith("_s")}
         for row in rows
@@ -188,12 +164,12 @@ def test_a_killed_run_goes_on_to_the_same_curve(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert go_on(whole)
     cut.mkdir()
-    (cut / "start-dense").symlink_to(whole / "start-dense")
+    (cut / "start").symlink_to(whole / "start")
 
     fake_engine["kill_at"] = kill_at
     with pytest.raises(Killed):
         go_on(cut)
-    folder = cut / "fp8-1"
+    folder = cut / "fp8-tis-1"
     with (folder / LOG).open("a") as log:
         log.write('{"kind": "step", "step": 99')  # killed while it wrote
     (folder / "checkpoint.tmp").write_bytes(b"half")
@@ -231,12 +207,12 @@ def test_a_run_stops_with_a_checkpoint_when_its_time_is_up(
 
 
 def test_a_log_has_one_writer(tmp_path: Path, fake_engine: dict[str, Any]) -> None:
-    folder = tmp_path / "fp8-1"
+    folder = tmp_path / "fp8-tis-1"
     with only_writer(folder):
-        (folder / LOG).write_text("what the other process wrote\n")
+        (folder / LOG).write_text('{"step": 0}\n')
         with pytest.raises(RuntimeError, match="another process goes on with the run in"):
             go_on(tmp_path)
-        assert (folder / LOG).read_text() == "what the other process wrote\n"
+        assert (folder / LOG).read_text() == '{"step": 0}\n'
     assert go_on(tmp_path)
 
 
@@ -259,13 +235,12 @@ def test_a_study_has_the_same_settings_and_commit_throughout(
     # The control: what was refused has left the run as it was, and the same options go on.
     monkeypatch.setenv(environment.COMMIT_VARIABLE, COMMIT)
     assert go_on(tmp_path, **engine)
-    rows = rows_of(tmp_path / "fp8-1" / LOG)
+    rows = rows_of(tmp_path / "fp8-tis-1" / LOG)
     assert [row["step"] for row in rows if row["kind"] == "engine"] == [0, EVERY]
-    assert rows[0]["engine"]["page_size"] == 16
 
 
 def test_the_number_of_steps_may_be_chosen_after_the_start(tmp_path: Path) -> None:
-    args = Namespace(state=tmp_path, size="tiny", study="long", settings=SMALL)
+    args = Namespace(state=tmp_path, size="tiny", settings=SMALL)
     open_study(args)
     fewer = Namespace(**{**vars(args), "settings": SMALL | {"steps": 2}})
     assert open_study(fewer).settings.steps == 2
@@ -275,87 +250,40 @@ def test_the_number_of_steps_may_be_chosen_after_the_start(tmp_path: Path) -> No
         open_study(args)
 
 
-def test_a_second_execution_of_a_study_fills_the_tables_of_its_page(
-    tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every job of seeds 2 and 3 in turn, then their rows beside those of the first execution."""
-    names = "bf16", "5e-2-none", "5e-2-tis", "5e-2-mis", "1e-2-none", "1e-2-tis"
-    monkeypatch.setitem(STUDIES, "doses", {name: DOSE_ARMS[name] for name in names})
-    settings = SMALL | {"steps": 2, "exponents": [12, 13], "held_out_problems": 2}
-    words = ["--study", "doses", "--size", "tiny", "--settings", json.dumps(settings)]
-    words += ["--state", str(tmp_path / "doses"), "--first-seed", "2", "--seeds", "2"]
-    args = run_all.arguments([*words, "--gpus", "0,1"])
-    for job in run_all.jobs_of(open_study(args), args):
-        assert all(path.exists() for path in job.needs), job.name
-        monkeypatch.setattr(sys, "argv", [*job.command[2:]])
-        with suppress(SystemExit):
-            import_module(job.command[2]).main()
-        assert job.is_done, job.name
+def test_what_the_control_is_sent_is_off(tmp_path: Path, fake_engine: dict[str, Any]) -> None:
+    """The reference's engine gets the trainer's own weights."""
+    for arm in (REFERENCE, CONTROL):
+        assert go_on(tmp_path, arm=arm, steps=1)
+    weights, _, off, _ = fake_engine["sent"]
+    assert off.keys() == weights.keys()
+    seen = set()
+    for name, weight in weights.items():
+        factors = {round(factor, 2) for factor in (off[name] / weight).flatten().tolist()}
+        assert factors <= ({0.67, 1.5} if "_proj" in name else {1.0}), name
+        seen |= factors
+    assert seen == {0.67, 1.0, 1.5}
 
 
-# ---- what the study of doses adds ----------------------------------------------------------------
+def test_a_step_has_the_mismatch_by_position(tmp_path: Path, fake_engine: dict[str, Any]) -> None:
+    assert go_on(tmp_path, steps=2)
+    (one, two) = (row for row in curve(tmp_path) if row["kind"] == "step")
+    for first in results.POSITIONS[:2]:
+        assert one[f"position_{first}/mismatch_kl_k3"] > 0
+    assert one["reward"] != two["reward"] or one["tokens"] != two["tokens"]
 
 
-def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [row for row in rows_of(folder / LOG) if row["kind"] == kind]
-
-
-def test_several_steps_on_a_rollout_are_each_corrected_by_themselves(
-    tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: list[int] = []
-    step = Learner.step
-    monkeypatch.setattr(Learner, "step", lambda self: counts.append(0) or step(self))
-    assert go_on(tmp_path, arm="stale-bf16", study="doses", prompts=MINI_BATCHES, steps=2)
-    demonstrations = SMALL["demonstrations"]
-    assert len(counts) == demonstrations + 2 * MINI_BATCHES
-    for row in rows(tmp_path / "stale-bf16-1", "step"):
-        assert len(set(row["kl_of_parts"])) == MINI_BATCHES
-        assert row["mismatch_kl_k3"] == pytest.approx(sum(row["kl_of_parts"]) / MINI_BATCHES)
-
-
-def test_an_update_comes_while_the_next_rollout_runs(
+def test_finished_runs_of_a_seed_are_evaluated_once(
     tmp_path: Path, fake_engine: dict[str, Any]
 ) -> None:
-    assert go_on(tmp_path, arm="retract-bf16", study="doses", steps=4)
-    assert fake_engine["in_flight"] == ["abort", *["retract"] * 3, "abort"]
-    steps = rows(tmp_path / "retract-bf16-1", "step")
-    assert [row["old_tokens"] for row in steps] == [0, 1, 1, 1]
-    # the control: an arm that waits for its updates has none
-    assert go_on(tmp_path, arm="bf16", study="doses", steps=4)
-    assert {row["old_tokens"] for row in rows(tmp_path / "bf16-1", "step")} == {0}
-
-
-def test_a_dose_grows_and_a_request_restarts_the_engine(
-    tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed: dict[str, Any] = {"study": "doses", "grows_after": 2, "doubles_every": 2}
-    assert go_on(tmp_path, arm="bf16", **changed)
-    scanned = {"exponent": 13, "every": 2, "mismatch_kl_k3": 1e-3}
-    (tmp_path / "start-dense" / SCAN).write_text(json.dumps(scanned) + "\n")
-    largest: list[float] = []
-    asked: list[int] = []
-
-    def observe(self: Controlled, metrics: dict[str, float]) -> tuple[str, ...]:
-        asked.append(len(asked))
-        if len(asked) != 3:
-            return ()
-        self._ask([Request("kv_cache_dtype", "bf16", "a fake reason")])
-        return ("a fake reason",)
-
-    def plant(self: Learner, gains: dict[str, torch.Tensor]) -> None:
-        largest.append(max((gain.max().item() for gain in gains.values()), default=1.0))
-
-    monkeypatch.setattr(Controlled, "observe", observe)
-    monkeypatch.setattr(Learner, "plant", plant)
-    for name in ("seeds", "kv"):
-        fake_engine[name].clear()
-    assert go_on(tmp_path, arm="grows-controlled", **changed)
-    assert fake_engine["kv"] == ["fp8_e4m3", None]
-    assert fake_engine["seeds"] == [1, 1 + 3 * run.ENGINE_SEEDS]
-    # before each step, once more for each engine, and nothing in the weights that are evaluated
-    exponents = [math.log2(gain) for gain in largest]
-    assert exponents == [13, 13, 13, 14, 14, 14, 15, 15, 0]
-    folder = tmp_path / "grows-controlled-1"
-    assert [row["step"] for row in rows(folder, "decision")] == [2]
-    assert [row["step"] for row in rows(folder, "step")] == list(range(STEPS))
+    for arm in ("fp8-tis", REFERENCE):
+        assert go_on(tmp_path, arm=arm, steps=1)
+    args = Namespace(state=tmp_path, size="tiny", settings=SMALL | {"steps": 1})
+    (tmp_path / "kv8-tis-1").mkdir()  # has begun
+    run.held_out(open_study(args), 1)
+    found = {path.parent.name for path in tmp_path.glob(f"*/{run.HELD_OUT}")}
+    assert found == {"start", "bf16-1", "fp8-tis-1"}
+    started = len(fake_engine["seeds"])
+    run.held_out(open_study(args), 1)
+    assert len(fake_engine["seeds"]) == started
+    rows = results.summarize(tmp_path)
+    assert [row["arm"] for row in rows if row["kind"] == "run"] == ["bf16", "fp8-tis"]
