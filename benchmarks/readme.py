@@ -60,7 +60,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "best_stock_moe": ("rollout_moe_restarts.json", beside_stock.both),
     "memory_80gb": (PLAN / "nvidia-h200.json", memory.capacities),
     "plan_example": (PLAN / "nvidia-h200.json", plan.example),
-    "plan_aiconfigurator": ("aiconfigurator.json", plan.beside_aiconfigurator),
     "plan_accuracy": (PLAN / "nvidia-h200.json", plan.accuracy),
     "rollout": ("rollout.json", engine_tables.rollout),
     "rollout_moe": ("rollout_moe.json", engine_tables.rollout),

@@ -4,13 +4,11 @@ import argparse
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import Any
 
 from benchmarks.engines.models import MODELS, save_config
-from benchmarks.plan import fit
 from benchmarks.tables.markdown import grid, joined
 from sgl_fp8rl.plan import command
 
@@ -25,29 +23,6 @@ def example(_: Any) -> str:
         save_config(MODELS["qwen3-8b"], Path(folder))
         command.run(parser.parse_args([folder, *FLAGS.split()]))
     return indent(f"sgl-fp8rl plan PATH {FLAGS}\n\n{printed.getvalue().rstrip()}", " " * 4)
-
-
-def beside_aiconfigurator(results: dict[str, Any]) -> str:
-    """Measured steps of stock arms, and two predictions of each."""
-    theirs = {(row["model"], row["case"], row["arm"]): row["median"] for row in results["rows"]}
-    decode = [row for row in fit.rows() if row.metric == "decode_step_ms"]
-    lines = []
-    off: list[tuple[float, float]] = []
-    for row, ms in fit.left_out(decode, fit.by_load):
-        place = row.model, row.case, row.arm
-        if place not in theirs:
-            continue
-        both = ms, theirs[place]
-        off.append((fit.error(row, ms), fit.error(row, theirs[place])))
-        cells = [
-            f"{each:.1f} ms, {missed:+.0%}" for each, missed in zip(both, off[-1], strict=True)
-        ]
-        lines.append([", ".join(place), f"{row.ms:.1f} ms", *cells])
-    mean = [f"{fmean(map(abs, each)):.1%}" for each in zip(*off, strict=True)]
-    facts = results["environment"]
-    theirs_of = f"AIConfigurator {facts['aiconfigurator']}, {facts['date']}"
-    head = ["decode step", "measured", "plan, without this load", theirs_of]
-    return grid(head, [*lines, ["mean error", "", *mean]])
 
 
 def accuracy(figures: dict[str, Any]) -> str:
