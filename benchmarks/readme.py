@@ -45,8 +45,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "sharded_each": ("sharded_each.json", sharded.sharded),
     "sharded_predicted": ("sharded.json", sharded.predicted),
     "start": ("start.json", engine_tables.start),
-    "kv": ("kv.json", kv.speed),
-    "kv_accuracy": ("kv.json", kv.accuracy),
     "kv_prefill": ("kv_prefill.json", kv.prefill),
     "kv_decode": ("kv_decode.json", kv.decode),
     "kv_biased": ("kv_decode.json", kv.biased),

@@ -63,8 +63,6 @@ BLOCK_FP8: Keywords = {
         }
     ),
 }
-# SGLang quantizes the BF16 weights that it loads: FP8 with a scale for each row
-ONLINE_FP8: Keywords = {"quantization": "fp8"}
 OURS: Keywords = {"quantization": "fp8rl", "fp8rl_bucket_bytes": 256 << 20}
 # no attention backend is named: the plugin chooses what serves an FP8 KV cache
 OURS_KV8: Keywords = {**OURS, **KV8}

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import measuring
 from benchmarks.benchmark import Measurement
-from benchmarks.engines import kv_weights, models, stock_push, traffic
+from benchmarks.engines import models, shared_weights, stock_push, traffic
 from benchmarks.engines.keywords import (
     Keywords,
     is_stock,
@@ -66,12 +66,12 @@ def give_weights(engine: Any, shape: models.Shape, keywords: Keywords) -> None:
     if quantizes_itself(keywords):
         return
     if is_stock(keywords):
-        named = kv_weights.shared(shape, DEVICE, weight_format(keywords))
+        named = shared_weights.shared(shape, DEVICE, weight_format(keywords))
         stock_push.push(engine, named, keywords.get("tp_size", 1))
     else:
         import trainer_bridge
 
-        trainer_bridge.update(kv_weights.shared(shape, DEVICE), engine, version=0)
+        trainer_bridge.update(shared_weights.shared(shape, DEVICE), engine, version=0)
     torch.cuda.empty_cache()
 
 
