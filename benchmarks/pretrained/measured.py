@@ -3,7 +3,6 @@
 Shapes: B sequences, T tokens of the longest response, H hidden, V vocabulary.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.engines import serving
 from benchmarks.environment import ROOT
 from benchmarks.pretrained.arms import Arm
-from trainer_bridge import Rollout, update
+from trainer_bridge import Rollout
 from trainer_bridge.metrics import mismatch_metrics
 
 CHATS = Path(__file__).with_name("questions.jsonl")
@@ -27,7 +26,7 @@ QUESTIONS = tuple(
     json.loads(line)["prompt"][0]["content"] for line in CHATS.read_text().splitlines()
 )
 TEXTS = ("LICENSE", "docs/correction.md", "docs/parity.md", "docs/scale.md")
-"""Of this repository; a result has their digests."""
+"""Of this repository."""
 BLOCK = 128
 SEED = 0
 LOGITS_AT_ONCE = 1 << 28
@@ -39,16 +38,14 @@ ENGINE: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def running(checkpoint: Path, arm: Arm, device: torch.device, model: Any) -> Iterator[Any]:
-    """An arm's engine. ``model`` gives the weights of an arm whose scales are off."""
+def running(checkpoint: Path, arm: Arm, device: torch.device) -> Iterator[Any]:
+    """An arm's engine."""
     import sglang
 
     common = {"skip_tokenizer_init": True, "random_seed": SEED, "log_level": "error"}
     keywords = common | ENGINE[device.type] | arm.engine
     engine = sglang.Engine(model_path=str(checkpoint), **keywords)
     try:
-        if arm.off:
-            update(scaled_blocks(model, arm.off), engine, version=0)
         yield engine
     finally:
         engine.shutdown()
@@ -108,11 +105,6 @@ def chat(tokenizer: Any, question: str) -> list[int]:
     text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
-
-
-def digests() -> dict[str, str]:
-    """SHA-256 of each text."""
-    return {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in TEXTS}
 
 
 def windows_of(tokenizer: Any, length: int, most: int) -> list[list[int]]:
