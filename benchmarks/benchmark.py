@@ -45,8 +45,6 @@ class Option:
     type: Callable[[str], Any] = int
     tries_out: bool = False
     """Whether figures under it are not those of the whole model, and need another ``--output``."""
-    in_command: bool = True
-    """Whether it is in the recorded command: not where the rows' ``model`` tells it."""
 
 
 LAYERS = Option("layers", "fewer decoder layers, to try the benchmark out", tries_out=True)

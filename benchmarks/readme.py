@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import demo
 from benchmarks.environment import ROOT
 from benchmarks.run import RESULTS
 from benchmarks.tables import (
@@ -15,7 +14,6 @@ from benchmarks.tables import (
     fp8_forward,
     headline,
     kv,
-    memory,
     pictures,
     plan,
     sharded,
@@ -31,7 +29,6 @@ BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
-    **demo.BLOCKS,
     "update": ("update.json", engine_tables.update),
     "update_moe": ("update_moe.json", engine_tables.update),
     "update_h100": ("update_h100.json", engine_tables.update),
@@ -56,9 +53,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "best_stock": ("rollout_decode.json", beside_stock.both),
     "right_sums": ("rollout_16_bits.json", beside_stock.right),
     "best_stock_moe": ("rollout_moe_restarts.json", beside_stock.both),
-    "memory_80gb": (PLAN / "nvidia-h200.json", memory.capacities),
+    "memory_80gb": (PLAN / "nvidia-h200.json", plan.capacities),
     "plan_example": (PLAN / "nvidia-h200.json", plan.example),
-    "plan_accuracy": (PLAN / "nvidia-h200.json", plan.accuracy),
     "rollout": ("rollout.json", engine_tables.rollout),
     "rollout_moe": ("rollout_moe.json", engine_tables.rollout),
     "rollout_restarts": ("rollout_restarts.json", engine_tables.rollout),
@@ -74,8 +70,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "gemms": (TABLES / "nvidia-h200.json", kernel_tables.gemms),
     "gemms_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.gemms),
 }
-"""What each block is made from, a file of ``RESULTS`` unless its whole path is given, and how: from
-the content of a ``.json`` file, from the rows of a ``.jsonl`` file."""
+"""What each block is made from, a file of ``RESULTS`` unless its whole path is given, and how."""
 
 
 def filled(match: re.Match[str]) -> str:
@@ -87,8 +82,7 @@ def filled(match: re.Match[str]) -> str:
 
 def read(path: Path) -> Any:
     """What a block is made from."""
-    text = path.read_text()
-    return json.loads(text if path.suffix == ".json" else f"[{','.join(text.splitlines())}]")
+    return json.loads(path.read_text())
 
 
 def main() -> None:

@@ -77,11 +77,6 @@ def is_stock(keywords: Keywords) -> bool:
     return keywords.get("quantization") != "fp8rl"
 
 
-def quantizes_itself(keywords: Keywords) -> bool:
-    """Whether stock SGLang makes its codes of what it loads, and cannot be sent others."""
-    return keywords.get("quantization") == "fp8" and "json_model_override_args" not in keywords
-
-
 def kv_format(keywords: Keywords) -> str:
     """Of the KV cache, as in ``traffic.KV``."""
     default = "bf16" if keywords.get("kv_cache_dtype", "auto") == "auto" else "e4m3"

@@ -16,7 +16,6 @@ from benchmarks.engines.keywords import (
     Keywords,
     is_stock,
     kv_format,
-    quantizes_itself,
     weight_format,
 )
 
@@ -63,8 +62,6 @@ def give_weights(engine: Any, shape: models.Shape, keywords: Keywords) -> None:
     Raises:
         RuntimeError: they did not take the place of the dummy ones.
     """
-    if quantizes_itself(keywords):
-        return
     if is_stock(keywords):
         named = shared_weights.shared(shape, DEVICE, weight_format(keywords))
         stock_push.push(engine, named, keywords.get("tp_size", 1))

@@ -1,4 +1,4 @@
-"""``sgl-fp8rl plan``: what it prints, and how far it is off."""
+"""What ``sgl-fp8rl plan`` prints, and what its arithmetic says of GPUs of 80 GB."""
 
 import argparse
 from contextlib import redirect_stdout
@@ -8,11 +8,15 @@ from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import Any
 
-from benchmarks.engines.models import MODELS, save_config
-from benchmarks.tables.markdown import grid, joined
-from sgl_fp8rl.plan import command
+from benchmarks.engines.keywords import FULL
+from benchmarks.engines.models import MODELS, config, save_config
+from benchmarks.tables.markdown import grid
+from sgl_fp8rl.plan import command, memory, shape
+from sgl_fp8rl.plan.speed import ARMS
 
 FLAGS = "--samples 512 --prompt-tokens 1024 --response-tokens 4000 --max-response-tokens 20000"
+NAMES = ("stock-bf16", "fp8rl", "fp8rl-kv8")
+GPUS = (("one GPU", 1), ("TP 2", 2))
 
 
 def example(_: Any) -> str:
@@ -25,22 +29,18 @@ def example(_: Any) -> str:
     return indent(f"sgl-fp8rl plan PATH {FLAGS}\n\n{printed.getvalue().rstrip()}", " " * 4)
 
 
-def accuracy(figures: dict[str, Any]) -> str:
-    """Rows that were left out of the fit, and rollouts that nothing was fitted to."""
-    errors = []
-    for name, of in figures["errors"].items():
-        ours = f"{of['worst of ours']:.1%}" if "worst of ours" in of else "-"
-        first = f"{of['best arm first']} of {of['loads']}" if "loads" in of else "-"
-        errors.append(
-            [name, str(of["rows"]), f"{of['mean']:.1%}", f"{of['worst']:.1%}", ours, first]
-        )
-    rollouts = [
-        [row["arm"], row["metric"], f"{row['predicted']:.1f}", f"{row['measured']:.1f}"]
-        for row in figures["rollouts"]
-    ]
-    head = ["what was predicted", "rows", "mean error", "worst", "worst of ours", "best arm first"]
-    return joined(
-        grid(head, errors),
-        grid(["rollout with a long tail", "figure", "predicted", "measured"], rollouts),
-        f"Of {figures['source']}.",
-    )
+def capacities(_: Any) -> str:
+    """What an engine holds that has the GPU to itself; nothing of it was measured."""
+    gpu = memory.gpus()["h100"]
+    arms = [arm for arm in ARMS if arm.name in NAMES]
+    lines = []
+    for model, of in MODELS.items():
+        size = shape.of(config(of))
+        for where, tp in GPUS:
+            fits = [
+                memory.kv_tokens(gpu, size, arm, tp, 0.0, FULL["mem_fraction_static"])
+                for arm in arms
+            ]
+            cells = [f"{tokens:,}" if tokens > 0 else "does not fit" for tokens in fits]
+            lines.append([f"{model}, {where}", *cells])
+    return grid(["KV tokens", *(arm.name for arm in arms)], lines)
