@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests import sizes
+from tests import sizes, trace_update
 
 
 def test_lines_words_and_the_largest_file_are_counted(tmp_path: Path) -> None:
@@ -27,3 +27,9 @@ def test_what_is_beyond_its_cap_is_named() -> None:
 def test_caps_only_fall() -> None:
     now, caps = {"tests": 9, "docs": 11}, {"tests": 10, "docs": 10}
     assert sizes.lowered(now, caps) == {"tests": 9, "docs": 10}
+
+
+def test_an_update_passes_no_more_files() -> None:
+    found = trace_update.files()
+    assert {"trainer_bridge", "sgl_fp8rl/weight_update"} < found.keys()  # it went all the way
+    assert sum(map(len, found.values())) <= trace_update.MOST
