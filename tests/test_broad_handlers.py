@@ -31,7 +31,6 @@ TELLS_THE_OTHERS = {
     "trainer_bridge.collective",
     "trainer_bridge.fp8_forward",
     "trainer_bridge.shard_codes",
-    "trainer_bridge.shared_filling",
     "trainer_bridge.shared_sending",
     "trainer_bridge.sources",
     "trainer_bridge.tied_head",

@@ -37,7 +37,7 @@ LAYERS = (
     "trainer_bridge.placed_shards trainer_bridge.code_pieces trainer_bridge.shard_codes "
     "trainer_bridge.image_changes trainer_bridge.faster_way trainer_bridge.lookahead "
     "trainer_bridge.engine_connection trainer_bridge.connections trainer_bridge.collective "
-    "trainer_bridge.filler trainer_bridge.shard_ranges trainer_bridge.shared_filling "
+    "trainer_bridge.filler trainer_bridge.shard_ranges "
     "trainer_bridge.chunk_sender trainer_bridge.shared_sending "
     "trainer_bridge.side_by_side trainer_bridge.serving_engines "
     "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.session_engines "

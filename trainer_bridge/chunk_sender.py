@@ -138,7 +138,7 @@ class ChunkSender:
         shape = self._plan.sources[index].shape
         if whole.shape != shape:
             self._fault = f"a parameter of shape {tuple(shape)} was gathered as {whole.shape}"
-        self._try(partial(self._filler.put, index, (whole.to(self._bucket.device), 0)))
+        self._try(partial(self._filler.put, index, whole.to(self._bucket.device)))
 
     def finish(self) -> Sent:
         """Send what is left, and wait until engines have read it."""

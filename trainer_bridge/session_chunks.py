@@ -10,7 +10,6 @@ from trainer_bridge.sender import Sender
 from trainer_bridge.session_engines import SessionEngines
 from trainer_bridge.session_images import SessionImages
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport.board import LeadersBoard
 from trainer_bridge.transport.rank_client import Content
 
 Message = dict[str, Any]
@@ -35,9 +34,8 @@ class SessionChunks:
         self._device, self._images = device, images
         self.order: list[str] = []
         """Tensors of a stream that the engines are told of with the next chunk."""
-        self._board: LeadersBoard | None = None
-        self._read = self._in_flight = 0
-        """Chunks that the engines have read, and that they are reading."""
+        self._in_flight = 0
+        """Chunks that the engines are reading."""
         self._senders = 1
         """Ranks of the trainer that send chunks in turn; this one sends the first."""
         self._ahead = Lookahead[tuple[Message, Content | None]]()
@@ -45,12 +43,6 @@ class SessionChunks:
     def send_every(self, senders: int) -> None:
         """From now on other ranks of the trainer send chunks, all in turn."""
         self._senders = senders
-
-    def fill_together(self, board: LeadersBoard) -> None:
-        """From now on other ranks of the trainer fill chunks too."""
-        self._board = board
-        board.reset()
-        board.allow(self._plan.manifest.slots)
 
     def await_slot(self, chunk: int) -> bool:
         """Wait until a chunk may be filled; False where this rank does not fill it."""
@@ -60,12 +52,9 @@ class SessionChunks:
         return bool(self._engines.open)  # or the bucket may be gone
 
     def send(self, chunk: int) -> None:
-        """Send a chunk that this rank has filled, once all have."""
+        """Send a chunk that is filled."""
         if not self._is_mine(chunk):
             return
-        if self._board is not None:
-            self._board.fill(chunk + 1)
-            self._board.await_filled(chunk)
         if self._device is not None and not self._sender.layout["is_remote"]:
             torch.cuda.current_stream(self._device).synchronize()  # the slot is filled
         order = {"order": self.order} if self._plan.streamed else {}
@@ -81,14 +70,8 @@ class SessionChunks:
         while self._in_flight:
             self._wait_chunk()
 
-    def stop_ranks(self) -> None:
-        """Have the other ranks of the trainer wait for no slot any more."""
-        if self._board is not None:
-            self._board.abort()
-
     def close(self) -> None:
         """End, once."""
-        self.stop_ranks()
         del self._ahead  # it refers to here: a cycle would keep the bucket
 
     def _is_mine(self, chunk: int) -> bool:
@@ -116,6 +99,3 @@ class SessionChunks:
     def _wait_chunk(self) -> None:
         self._engines.wait()
         self._in_flight -= 1
-        self._read += 1
-        if self._board is not None:
-            self._board.allow(self._read + self._plan.manifest.slots)

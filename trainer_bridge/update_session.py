@@ -20,7 +20,6 @@ from trainer_bridge.session_images import SessionImages
 from trainer_bridge.sources import Named, check_readable
 from trainer_bridge.tied_head import StreamedHead
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
-from trainer_bridge.transport.board import LeadersBoard
 
 
 def slowest_gpu(replies: list[dict[str, Any]]) -> float | None:
@@ -174,39 +173,21 @@ class UpdateSession:
         self._filler.finish()
         return True
 
-    def put(self, index: int, elements: torch.Tensor | None, start: int = 0) -> None:
-        """Put a parameter into the bucket once it is its turn; full slots are sent on the way.
-
-        Args:
-            elements: contiguous ones of the parameter, from ``start`` on: all of them, unless
-                other ranks write theirs. None where this rank writes none.
-        """
+    def put(self, index: int, whole: torch.Tensor) -> None:
+        """Put a parameter into the bucket once it is its turn; full slots are sent on the way."""
         if not self._engines.open:
             return
-        if self.device is not None and elements is not None:
-            if elements.device != self.device:
-                elements = elements.to(self.device)
-            elements = elements if is_aligned(elements) else elements.clone()
-        try:
-            self._filler.put(index, None if elements is None else (elements, start))
-        except BaseException:
-            self._chunks.stop_ranks()
-            raise
-
-    def fill_together(self, board: LeadersBoard) -> None:
-        """From now on other ranks of the trainer put in what they hold."""
-        self._chunks.fill_together(board)
+        if self.device is not None:
+            whole = whole.to(self.device)
+            whole = whole if is_aligned(whole) else whole.clone()
+        self._filler.put(index, whole)
 
     def send_rest(self) -> None:
         """Send what is left, and wait until it is read."""
         if not self._engines.open:
             return
-        try:
-            self._filler.finish()
-            self._chunks.finish()
-        except BaseException:
-            self._chunks.stop_ranks()
-            raise
+        self._filler.finish()
+        self._chunks.finish()
 
     def finish(self) -> float | None:
         """Send what is left, and have every rank check that nothing is missing.

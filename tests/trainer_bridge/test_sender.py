@@ -452,17 +452,6 @@ def test_one_of_two_engines_is_updated_alone(gpu: FakeGpu) -> None:
     assert len(gpu.placed) == 1
 
 
-def test_a_board_is_for_as_many_ranks_as_fill() -> None:
-    sender = Sender(layout())
-    sender._bucket = HostBucket(64)
-    two = sender.board(2)
-    assert two is not None
-    assert sender.board(2) is two
-    four = sender.board(4)
-    assert four is not None
-    assert len(four._numbers) == len(two._numbers) + 2
-
-
 class GpuBucket:
     """A bucket that claims to lie on a GPU."""
 

@@ -36,7 +36,7 @@ from tests.trainer_bridge.test_far_engine import (
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
 from tests.trainer_bridge.test_killed_follower import AFTER, Watched
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
-from trainer_bridge import chunk_sender, layout, update
+from trainer_bridge import chunk_sender, keep_alive, layout, update
 from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.faster_way import FasterWay
@@ -44,7 +44,7 @@ from trainer_bridge.packer import HostPacker
 from trainer_bridge.shared_sending import is_on_all
 from trainer_bridge.sources import sources
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport import board, cuda_ipc
+from trainer_bridge.transport import cuda_ipc
 from trainer_bridge.transport.relay_client import RelayClient
 
 pytestmark = pytest.mark.timeout(180)
@@ -286,7 +286,7 @@ def test_all_chunks_together_are_those_of_one_rank(
     content = torch.zeros(alone.manifest.bucket_bytes, dtype=torch.uint8)
     packer = HostPacker(alone, content)
     for chunk, index in alone.turns:
-        packer.put(index, named[index][1], 0, chunk)
+        packer.put(index, named[index][1], chunk)
     assert Recorder.sent.keys() == set(range(len(alone.chunks))) and len(alone.chunks) > 5
     for chunk, slices in enumerate(alone.chunks):
         first, _ = alone.extent(chunk)
@@ -313,7 +313,7 @@ def killed(rank: int, folder: Path, engines: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         with_small_chunks(patch)
         update(toy_trainer(toy.checkpoint(0)), engines, version=0)
-        patch.setattr(board, "WAIT_S", GIVE_UP_S)
+        patch.setattr(keep_alive, "WAIT_S", GIVE_UP_S)
         if rank == 2:
             patch.setattr(RelayClient, "wait", ranks.die)
         with pytest.raises((EngineError, TimeoutError, RuntimeError)):

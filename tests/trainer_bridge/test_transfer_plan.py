@@ -47,7 +47,7 @@ def filled(plan: TransferPlan, named: Named) -> list[bytes]:
     for chunk, source in plan.turns:
         while len(sent) < chunk:
             sent.append(raw(bucket.content))
-        packer.put(source, plan.sources[source].read(named[source][1]), 0, chunk)
+        packer.put(source, plan.sources[source].read(named[source][1]), chunk)
     while len(sent) < len(plan.chunks):
         sent.append(raw(bucket.content))
     return sent

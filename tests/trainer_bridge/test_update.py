@@ -603,7 +603,6 @@ def test_nothing_is_planned_where_engines_read_everything_in_place(
 ) -> None:
     """On a rank that does not lead, which has no plan: to make one takes longer than all else."""
     planned: list[object] = []
-    monkeypatch.setattr(weights_module, "fill_together", lambda *_: None)
     monkeypatch.setattr(
         weights_module, "sources_for", lambda named, *_: planned.append(named) or []
     )

@@ -22,10 +22,6 @@ class Bucket(Protocol):
         """uint8: what ranks read."""
 
     @property
-    def path(self) -> str | None:
-        """Where another process of this host and user can open it; None for a GPU's memory."""
-
-    @property
     def close(self) -> Callable[[], object]:
         """Frees it; ranks have let go of it before."""
 

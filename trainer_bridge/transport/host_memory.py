@@ -4,7 +4,6 @@ GPU memory the engine cannot open.
 Its descriptor is passed over each rank's socket. A rank on another host gets its content instead.
 """
 
-import os
 import secrets
 
 from sgl_fp8rl.protocol.host_memory import HostMemory
@@ -26,11 +25,6 @@ class HostBucket:
         except OSError as error:
             raise EngineError(f"a bucket of {nbytes} bytes could not be made: {error}") from error
         self.content, self.close = self._memory.content, self._memory.close
-
-    @property
-    def path(self) -> str | None:
-        """Where another process of this host and user can open it."""
-        return f"/proc/{os.getpid()}/fd/{self._memory.fd}"
 
     def share(self, ranks: Ranks) -> None:
         """Have every rank open it, unless all have."""
