@@ -21,7 +21,7 @@ LAYERS = (
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
     "trainer_bridge.arguments trainer_bridge.sampling "
-    "trainer_bridge.http_exchange trainer_bridge.http_opening trainer_bridge.http_requests "
+    "trainer_bridge.http_requests "
     "trainer_bridge.engine_client "
     "trainer_bridge.routed_experts trainer_bridge.rank_values "
     "trainer_bridge.engine_norms trainer_bridge.codes_memory trainer_bridge.fp8_weights "
