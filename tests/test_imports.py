@@ -35,7 +35,7 @@ LAYERS = (
     "trainer_bridge.transfer_plan trainer_bridge.weights trainer_bridge.weights_digest "
     "trainer_bridge.packer trainer_bridge.layout trainer_bridge.sender trainer_bridge.in_place "
     "trainer_bridge.placed_shards trainer_bridge.code_pieces trainer_bridge.shard_codes "
-    "trainer_bridge.image_changes trainer_bridge.faster_way trainer_bridge.lookahead "
+    "trainer_bridge.image_changes trainer_bridge.lookahead "
     "trainer_bridge.engine_connection trainer_bridge.connections trainer_bridge.collective "
     "trainer_bridge.filler trainer_bridge.shard_ranges "
     "trainer_bridge.chunk_sender trainer_bridge.shared_sending "

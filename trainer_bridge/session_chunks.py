@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol.image import Steps
+from trainer_bridge.image_changes import sent_as
 from trainer_bridge.lookahead import Lookahead
 from trainer_bridge.sender import Sender
 from trainer_bridge.session_engines import SessionEngines
@@ -83,7 +84,7 @@ class SessionChunks:
             return message, None
         content = self._sender.content(self._plan, chunk)
         held = [ranks.image for _, ranks in self._engines.open]
-        return message, (yield from self._images.sent_as(chunk, content, held))
+        return message, (yield from sent_as(self._images.changes, chunk, content, held))
 
     def _send_filled(self, message: Message, content: Content | None) -> None:
         self._await_engine()
