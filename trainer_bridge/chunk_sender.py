@@ -1,225 +1,102 @@
-"""What one rank of a trainer sends to engines on other hosts: every so many-th chunk."""
+"""The chunks of one update on their way to its engines, in flight as many as there are slots."""
 
-import logging
-import time
-from collections import OrderedDict
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.image import Image, Steps
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import SLOTS
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.filler import Filler
-from trainer_bridge.image_changes import ImageChanges, sent_as
+from sgl_fp8rl.protocol.image import Steps
+from trainer_bridge.image_changes import sent_as
 from trainer_bridge.lookahead import Lookahead
-from trainer_bridge.packer import packer_on
-from trainer_bridge.rank_values import exchanged
+from trainer_bridge.sender import Sender
+from trainer_bridge.session_engines import SessionEngines
+from trainer_bridge.session_images import SessionImages
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport.bucket import bucket_on
 from trainer_bridge.transport.rank_client import Content
-from trainer_bridge.transport.relay_client import RelayClient
 
-logger = logging.getLogger(__name__)
-
-CONNECT_S = 10.0
-"""Seconds that a connection may take, while engines wait."""
-KEPT = 2
-"""Images of this rank's chunks that are remembered; each is its part of a model."""
+Message = dict[str, Any]
 
 
-@exchanged
-class Relay(NamedTuple):
-    """How a rank reaches an engine's relay."""
-
-    where: dict[str, Any]
-    token: str
-    """Of the session."""
-    timeout_s: float
-    """Seconds that the engine may take over a step."""
-
-
-@exchanged
-class Sent(NamedTuple):
-    """What a rank has sent."""
-
-    fault: str | None
-    """What is wrong with this rank's part; no engine is to blame."""
-    errors: dict[str, str]
-    """Why engines did not get it, by name."""
-    network_bytes: int
-
-
-class Images:
-    """What this rank sent in updates before, by the names of their images."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, Image] = OrderedDict()
-
-    def changes(self, before: str, name: str) -> ImageChanges:
-        """The changes of an update to the image ``before``, which make the image ``name``."""
-        kept = self._kept.get(before)
-        changes = ImageChanges([kept] if kept is not None else [Image(before, {})], {before})
-        changes.name = name
-        return changes
-
-    def forget(self) -> None:
-        """Engines keep none any more."""
-        self._kept.clear()
-
-    def keep(self, changes: ImageChanges) -> None:
-        """The update has committed."""
-        self._kept.pop(changes.before, None)
-        self._kept[changes.name] = changes.commit()
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-
-
-IMAGES = Images()
-
-
-class ChunkSender:
-    """The sending of a rank that does not lead.
+class SessionChunks:
+    """Sends chunks that are filled, and says when a slot is free for the next one.
 
     Args:
-        device: this rank's GPU, where weights are quantized; None where they are in host memory.
-        dtype: the engine's.
-        number, senders: its place among the ranks that send, and how many there are.
-        relays: of the engines, by name.
-        kv_scales: those of the update, which its first rank has.
-        images: those that changes are of, and that they make; empty where there are none.
-
-    Raises:
-        EngineError: an engine cannot be reached from here.
+        device: the trainer's GPU, or None where it has none that the engines can read.
     """
 
     def __init__(
         self,
+        engines: SessionEngines,
+        sender: Sender,
         plan: TransferPlan,
         device: torch.device | None,
-        dtype: torch.dtype,
-        number: int,
-        senders: int,
-        relays: Mapping[str, Relay],
-        kv_scales: torch.Tensor | None,
-        images: tuple[str, str],
+        images: SessionImages,
     ) -> None:
-        self._plan, self._number, self._senders = plan, number, senders
-        self._kv_scales = kv_scales
-        self._changes: ImageChanges | None = None
-        if images[1]:
-            self._changes = IMAGES.changes(*images)
-        else:
-            IMAGES.forget()
-        # in host memory, only the pages of this rank's slots are ever touched
-        self._memory = bucket_on(device, plan.manifest.bucket_bytes, is_remote=True)
-        self._bucket = self._memory.content
-        self._packer = packer_on(device, plan, self._bucket, dtype)
-        self._packer.begin()
-        self._ahead = Lookahead[tuple[int, Content]]()
-        self._filler = Filler(plan, self._send, self._await_slot, self._packer)
+        self._engines, self._sender, self._plan = engines, sender, plan
+        self._device, self._images = device, images
+        self.order: list[str] = []
+        """Tensors of a stream that the engines are told of with the next chunk."""
         self._in_flight = 0
-        self._fault: str | None = None
-        self._errors: dict[str, str] = {}
-        self._relays: dict[str, RelayClient] = {}
-        try:
-            for engine, (where, token, timeout_s) in relays.items():
-                self._relays[engine] = RelayClient(where, token, None, timeout_s, CONNECT_S)
-        except BaseException:
-            self.close()
-            raise
+        """Chunks that the engines are reading."""
+        self._senders = 1
+        """Ranks of the trainer that send chunks in turn; this one sends the first."""
+        self._ahead = Lookahead[tuple[Message, Content | None]]()
 
-    def put(self, index: int, whole: torch.Tensor) -> None:
-        """Put a parameter in; whatever fails is told at the end."""
-        shape = self._plan.sources[index].shape
-        if whole.shape != shape:
-            self._fault = f"a parameter of shape {tuple(shape)} was gathered as {whole.shape}"
-        self._try(partial(self._filler.put, index, whole.to(self._bucket.device)))
+    def send_every(self, senders: int) -> None:
+        """From now on other ranks of the trainer send chunks, all in turn."""
+        self._senders = senders
 
-    def finish(self) -> Sent:
-        """Send what is left, and wait until engines have read it."""
-        scales = self._plan.index_of(KV_SCALES)
-        if scales is not None and self._kv_scales is not None:
-            self.put(scales, self._kv_scales)
-        self._try(self._send_rest)
-        while self._in_flight:
-            self._wait()
-        self._try(self._packer.finish)
-        return Sent(
-            self._fault, self._errors, sum(relay.network_bytes for relay in self._relays.values())
-        )
-
-    def committed(self) -> None:
-        """The engines have what was sent."""
-        if self._changes is not None:
-            _, error = attempt(IMAGES.keep, self._changes)
-            if error is not None:  # the next update is sent whole
-                logger.error("what was sent is not kept", exc_info=error)
-
-    def close(self) -> None:
-        """Hang up."""
-        for relay in self._relays.values():
-            relay.close()
-        del self._filler, self._ahead  # they refer to here: a cycle would keep the bucket
-
-    def _try(self, action: Any) -> None:
-        if self._fault is not None:
-            return
-        _, error = attempt(action)
-        if error is not None:
-            logger.error("a rank could not send its part", exc_info=error)
-            self._fault = str(error) or type(error).__name__
-
-    def _open(self) -> list[str]:
-        return [engine for engine in self._relays if engine not in self._errors]
-
-    def _is_mine(self, chunk: int) -> bool:
-        return chunk % self._senders == self._number
-
-    def _await_slot(self, chunk: int) -> bool:
+    def await_slot(self, chunk: int) -> bool:
+        """Wait until a chunk may be filled; False where this rank does not fill it."""
         if not self._is_mine(chunk):
             return False
         self._await_engine()
-        return bool(self._open())
+        return bool(self._engines.open)  # or the bucket may be gone
+
+    def send(self, chunk: int) -> None:
+        """Send a chunk that is filled."""
+        if not self._is_mine(chunk):
+            return
+        if self._device is not None and not self._sender.layout["is_remote"]:
+            torch.cuda.current_stream(self._device).synchronize()  # the slot is filled
+        order = {"order": self.order} if self._plan.streamed else {}
+        message = {"op": "chunk", "index": chunk, **order}
+        self.order = []
+        for ready in self._ahead.push(self._filled(message, chunk)):
+            self._send_filled(*ready)
+
+    def finish(self) -> None:
+        """Send what the GPU is still at work on, and wait until all is read."""
+        for ready in self._ahead.drain():
+            self._send_filled(*ready)
+        while self._in_flight:
+            self._wait_chunk()
+
+    def close(self) -> None:
+        """End, once."""
+        del self._ahead  # it refers to here: a cycle would keep the bucket
+
+    def _is_mine(self, chunk: int) -> bool:
+        return chunk % self._senders == 0
+
+    def _filled(self, message: Message, chunk: int) -> Steps[tuple[Message, Content | None]]:
+        """A message and what it is about, for engines that do not read the bucket."""
+        if not self._sender.layout["is_remote"] or not self._engines.open:
+            return message, None
+        content = self._sender.content(self._plan, chunk)
+        held = [ranks.image for _, ranks in self._engines.open]
+        return message, (yield from sent_as(self._images.changes, chunk, content, held))
+
+    def _send_filled(self, message: Message, content: Content | None) -> None:
+        self._await_engine()
+        for _, ranks in self._engines.open:
+            ranks.send_chunk(message, content)
+        self._in_flight += 1
 
     def _await_engine(self) -> None:
         """Wait until engines have read so much that a slot is free."""
-        while self._in_flight >= SLOTS:
-            self._wait()
+        while self._in_flight >= self._plan.manifest.slots // self._senders:
+            self._wait_chunk()
 
-    def _send(self, chunk: int) -> None:
-        if not self._is_mine(chunk) or not self._open():
-            return
-        for ready in self._ahead.push(self._filled(chunk)):
-            self._send_filled(*ready)
-
-    def _filled(self, chunk: int) -> Steps[tuple[int, Content]]:
-        offset, size = self._plan.extent(chunk)
-        content = Content(offset, self._bucket[offset : offset + size])
-        held = [self._relays[engine].image for engine in self._open()]
-        return chunk, (yield from sent_as(self._changes, chunk, content, held))
-
-    def _send_filled(self, chunk: int, content: Content) -> None:
-        self._await_engine()
-        for engine in self._open():
-            self._relays[engine].send_chunk({"op": "chunk", "index": chunk}, content)
-        self._in_flight += 1
-
-    def _send_rest(self) -> None:
-        self._filler.finish()
-        for ready in self._ahead.drain():
-            self._send_filled(*ready)
-
-    def _wait(self) -> None:
+    def _wait_chunk(self) -> None:
+        self._engines.wait()
         self._in_flight -= 1
-        began = time.monotonic()
-        for engine in self._open():
-            try:
-                self._relays[engine].wait(began)
-            except EngineError as error:
-                self._errors[engine] = str(error)
-                self._relays[engine].close()

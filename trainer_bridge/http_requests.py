@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,8 +88,7 @@ def post_all(
                 loop.call_soon_threadsafe(task.cancel)
             raise
         finally:
-            with suppress(BaseException):
-                running.exception()
+            wait([running])
             batch.close()
 
 
