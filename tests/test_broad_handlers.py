@@ -27,7 +27,7 @@ TELLS_THE_OTHERS = {
     "trainer_bridge.chain.follower",
     "trainer_bridge.chain.index",
     "trainer_bridge.chain.version_writer",
-    "trainer_bridge.chunk_sender",
+    "trainer_bridge.part_sender",
     "trainer_bridge.collective",
     "trainer_bridge.fp8_forward",
     "trainer_bridge.shard_codes",

@@ -38,10 +38,10 @@ LAYERS = (
     "trainer_bridge.image_changes trainer_bridge.lookahead "
     "trainer_bridge.engine_connection trainer_bridge.connections trainer_bridge.collective "
     "trainer_bridge.filler trainer_bridge.shard_ranges "
-    "trainer_bridge.chunk_sender trainer_bridge.shared_sending "
+    "trainer_bridge.chunk_sender trainer_bridge.part_sender trainer_bridge.shared_sending "
     "trainer_bridge.side_by_side trainer_bridge.serving_engines "
     "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.session_engines "
-    "trainer_bridge.session_images trainer_bridge.session_chunks trainer_bridge.update_session "
+    "trainer_bridge.session_images trainer_bridge.update_session "
     "trainer_bridge.transaction "
     "trainer_bridge.replies",
     "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",

@@ -3,8 +3,7 @@
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +11,15 @@ import torch
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.image import Image, Steps
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import SLOTS
+from trainer_bridge.chunk_sender import ChunkSender
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.filler import Filler
 from trainer_bridge.image_changes import ImageChanges, sent_as
-from trainer_bridge.lookahead import Lookahead
 from trainer_bridge.packer import packer_on
 from trainer_bridge.rank_values import exchanged
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.bucket import bucket_on
-from trainer_bridge.transport.rank_client import Content
+from trainer_bridge.transport.rank_client import Content, EngineRanks
 from trainer_bridge.transport.relay_client import RelayClient
 
 logger = logging.getLogger(__name__)
@@ -82,7 +80,49 @@ class Images:
 IMAGES = Images()
 
 
-class ChunkSender:
+class Relays:
+    """The engines that this rank sends to.
+
+    Raises:
+        EngineError: one cannot be reached from here.
+    """
+
+    def __init__(self, relays: Mapping[str, Relay]) -> None:
+        self.errors: dict[str, str] = {}
+        """Why engines did not get their part, by name."""
+        self._relays: dict[str, RelayClient] = {}
+        try:
+            for engine, (where, token, timeout_s) in relays.items():
+                self._relays[engine] = RelayClient(where, token, None, timeout_s, CONNECT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ranks(self) -> list[EngineRanks]:
+        return [relay for engine, relay in self._relays.items() if engine not in self.errors]
+
+    @property
+    def network_bytes(self) -> int:
+        return sum(relay.network_bytes for relay in self._relays.values())
+
+    def wait(self) -> None:
+        """The rank that leads decides what becomes of engines that fail here."""
+        began = time.monotonic()
+        for engine in [each for each in self._relays if each not in self.errors]:
+            try:
+                self._relays[engine].wait(began)
+            except EngineError as error:
+                self.errors[engine] = str(error)
+                self._relays[engine].close()
+
+    def close(self) -> None:
+        """Hang up."""
+        for relay in self._relays.values():
+            relay.close()
+
+
+class PartSender:
     """The sending of a rank that does not lead.
 
     Args:
@@ -108,8 +148,7 @@ class ChunkSender:
         kv_scales: torch.Tensor | None,
         images: tuple[str, str],
     ) -> None:
-        self._plan, self._number, self._senders = plan, number, senders
-        self._kv_scales = kv_scales
+        self._plan, self._kv_scales = plan, kv_scales
         self._changes: ImageChanges | None = None
         if images[1]:
             self._changes = IMAGES.changes(*images)
@@ -120,38 +159,28 @@ class ChunkSender:
         self._bucket = self._memory.content
         self._packer = packer_on(device, plan, self._bucket, dtype)
         self._packer.begin()
-        self._ahead = Lookahead[tuple[int, Content]]()
-        self._filler = Filler(plan, self._send, self._await_slot, self._packer)
-        self._in_flight = 0
         self._fault: str | None = None
-        self._errors: dict[str, str] = {}
-        self._relays: dict[str, RelayClient] = {}
-        try:
-            for engine, (where, token, timeout_s) in relays.items():
-                self._relays[engine] = RelayClient(where, token, None, timeout_s, CONNECT_S)
-        except BaseException:
-            self.close()
-            raise
+        self._relays = Relays(relays)
+        self._chunks = ChunkSender(plan, self._relays, self._content, number, senders)
+        self._filler = Filler(plan, self._chunks.send, self._chunks.await_slot, self._packer)
 
     def put(self, index: int, whole: torch.Tensor) -> None:
         """Put a parameter in; whatever fails is told at the end."""
         shape = self._plan.sources[index].shape
         if whole.shape != shape:
             self._fault = f"a parameter of shape {tuple(shape)} was gathered as {whole.shape}"
-        self._try(partial(self._filler.put, index, whole.to(self._bucket.device)))
+        self._try(self._filler.put, index, whole.to(self._bucket.device))
 
     def finish(self) -> Sent:
         """Send what is left, and wait until engines have read it."""
         scales = self._plan.index_of(KV_SCALES)
         if scales is not None and self._kv_scales is not None:
             self.put(scales, self._kv_scales)
-        self._try(self._send_rest)
-        while self._in_flight:
-            self._wait()
+        self._try(self._filler.finish)
+        self._try(self._chunks.finish)
+        self._chunks.await_read()  # also behind a fault: engines go on reading
         self._try(self._packer.finish)
-        return Sent(
-            self._fault, self._errors, sum(relay.network_bytes for relay in self._relays.values())
-        )
+        return Sent(self._fault, self._relays.errors, self._relays.network_bytes)
 
     def committed(self) -> None:
         """The engines have what was sent."""
@@ -162,64 +191,18 @@ class ChunkSender:
 
     def close(self) -> None:
         """Hang up."""
-        for relay in self._relays.values():
-            relay.close()
-        del self._filler, self._ahead  # they refer to here: a cycle would keep the bucket
+        self._relays.close()
+        self._chunks.close()
 
-    def _try(self, action: Any) -> None:
+    def _try(self, action: Callable[..., object], *args: Any) -> None:
         if self._fault is not None:
             return
-        _, error = attempt(action)
+        _, error = attempt(action, *args)
         if error is not None:
             logger.error("a rank could not send its part", exc_info=error)
             self._fault = str(error) or type(error).__name__
 
-    def _open(self) -> list[str]:
-        return [engine for engine in self._relays if engine not in self._errors]
-
-    def _is_mine(self, chunk: int) -> bool:
-        return chunk % self._senders == self._number
-
-    def _await_slot(self, chunk: int) -> bool:
-        if not self._is_mine(chunk):
-            return False
-        self._await_engine()
-        return bool(self._open())
-
-    def _await_engine(self) -> None:
-        """Wait until engines have read so much that a slot is free."""
-        while self._in_flight >= SLOTS:
-            self._wait()
-
-    def _send(self, chunk: int) -> None:
-        if not self._is_mine(chunk) or not self._open():
-            return
-        for ready in self._ahead.push(self._filled(chunk)):
-            self._send_filled(*ready)
-
-    def _filled(self, chunk: int) -> Steps[tuple[int, Content]]:
+    def _content(self, chunk: int, held: list[str | None]) -> Steps[Content]:
         offset, size = self._plan.extent(chunk)
         content = Content(offset, self._bucket[offset : offset + size])
-        held = [self._relays[engine].image for engine in self._open()]
-        return chunk, (yield from sent_as(self._changes, chunk, content, held))
-
-    def _send_filled(self, chunk: int, content: Content) -> None:
-        self._await_engine()
-        for engine in self._open():
-            self._relays[engine].send_chunk({"op": "chunk", "index": chunk}, content)
-        self._in_flight += 1
-
-    def _send_rest(self) -> None:
-        self._filler.finish()
-        for ready in self._ahead.drain():
-            self._send_filled(*ready)
-
-    def _wait(self) -> None:
-        self._in_flight -= 1
-        began = time.monotonic()
-        for engine in self._open():
-            try:
-                self._relays[engine].wait(began)
-            except EngineError as error:
-                self._errors[engine] = str(error)
-                self._relays[engine].close()
+        return sent_as(self._changes, chunk, content, held)

@@ -13,8 +13,8 @@ from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge import shared_sending
 from trainer_bridge.agreement import PolicyRequest
 from trainer_bridge.chain.disk import ChainError
-from trainer_bridge.chunk_sender import Relay, Sent
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.part_sender import Relay, Sent
 from trainer_bridge.placed_shards import CodesWanted, PlacedShards
 from trainer_bridge.rank_values import pack, unpack
 from trainer_bridge.transaction import Begun, MissedCommitError
