@@ -47,7 +47,7 @@ LAYERS = (
     "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
     "trainer_bridge.metrics",
     "trainer_bridge.correction",
-    "trainer_bridge.update trainer_bridge.controller trainer_bridge.fp8_forward",
+    "trainer_bridge.update trainer_bridge.fp8_forward",
     "trainer_bridge.chain",
     "trainer_bridge",
     # adapters of trainers: nothing of the engine

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from benchmarks.parity.arms import Arm
 from benchmarks.parity.run_log import Row
-from trainer_bridge import PRESETS, Controller, CorrectionConfig, Request
+from examples.controller import Controller, Request
+from trainer_bridge import PRESETS, CorrectionConfig
 
 BUDGET_KL = 3e-3
 """Nats a token: three times the dose that a growing one begins with."""
