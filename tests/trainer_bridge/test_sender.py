@@ -25,8 +25,8 @@ from trainer_bridge.packer import HostPacker
 from trainer_bridge.sender import Sender
 from trainer_bridge.sources import Named, sources
 from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.cuda_ipc import Placement
-from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
 
 pytestmark = pytest.mark.timeout(60)

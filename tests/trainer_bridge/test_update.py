@@ -29,7 +29,7 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.sources import sources
 from trainer_bridge.transaction import Begun
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.update import RUN, update
 
 pytestmark = pytest.mark.timeout(120)
