@@ -15,9 +15,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -79,24 +79,26 @@ def post_all(
     batch = _Batch(url, headers, read, timeout, _allowed_sockets(len(messages)))
     loop = asyncio.SelectorEventLoop()
     task = loop.create_task(batch.post(messages))
-    with ThreadPoolExecutor(1, "fp8rl-http") as pool:
-        running = pool.submit(_run, loop, task)
-        try:
-            return running.result()
-        except BaseException:
-            with suppress(RuntimeError):  # it has ended
-                loop.call_soon_threadsafe(task.cancel)
-            raise
-        finally:
-            wait([running])
-            batch.close()
-
-
-def _run(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[T]") -> T:
+    # not of a pool, which takes no work any more once the interpreter ends
+    thread = Thread(target=_run, args=(loop, task), name="fp8rl-http", daemon=True)
+    thread.start()
     try:
-        return loop.run_until_complete(task)
+        thread.join()
+    except BaseException:
+        with suppress(RuntimeError):  # it has ended
+            loop.call_soon_threadsafe(task.cancel)
+        raise
     finally:
+        thread.join()
+        batch.close()
+    return task.result()
+
+
+def _run(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[T]") -> None:
+    try:
+        loop.run_until_complete(asyncio.wait([task]))
         loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
         loop.close()
 
 

@@ -416,11 +416,11 @@ def test_a_host_that_does_not_answer_is_given_up(
 @pytest.mark.guarantee("rollouts", fault="a server that is too busy to accept connections")
 def test_a_server_that_accepts_late_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its queue holds two connections, and takes none for several times the limit of one."""
-    monkeypatch.setattr(http_requests, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_requests, "CONNECT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
 
         def run() -> None:
-            time.sleep(1.5)
+            time.sleep(3.5)
             for _ in range(64):
                 peer, _ = listener.accept()
                 with peer:
