@@ -26,6 +26,7 @@ EDGE = 2
 
 def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """The mean time of each class of kernel, of decode and of prefill for each load."""
+    arm.assert_served()
     shape = models.MODELS[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)

@@ -30,6 +30,7 @@ BEGINS = "the rollout begins"
 
 def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """Time, retractions and KV use of one rollout."""
+    arm.assert_served()
     shape = models.MODELS[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)

@@ -23,6 +23,7 @@ LONGEST = PROMPT + (TURNS - 1) * (ANSWER + TOOL)
 
 def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """Time of all conversations, and what of their prompts came from the prefix cache."""
+    arm.assert_served()
     shape = models.MODELS[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)

@@ -86,7 +86,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "headline_turns": ("multi_turn.json", headline.turns),
     "headline_update": ("update.json", headline.update),
     "decode": ("rollout_decode.json", beside_stock.decode),
-    "best_stock": ("rollout.json", beside_stock.both),
+    "best_stock": ("rollout_decode.json", beside_stock.both),
     "right_sums": ("rollout_16_bits.json", beside_stock.right),
     "best_stock_moe": ("rollout_moe_restarts.json", beside_stock.both),
     "memory_80gb": (PLAN / "nvidia-h200.json", memory.capacities),
@@ -133,7 +133,7 @@ def read(path: Path) -> Any:
 def main() -> None:
     for page in PAGES:
         page.write_text(BLOCK.sub(filled, page.read_text()))
-    measured = RESULTS / "rollout.json"
+    measured = RESULTS / "rollout_decode.json"
     if measured.exists():
         pictures.draw(read(measured), pictures.PICTURE)
     picture.draw_all()

@@ -5,8 +5,9 @@ have CUDA graphs for all of its loads, whichever are run, because graphs take me
 cache.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Run
@@ -25,6 +26,7 @@ from benchmarks.engines.keywords import (
     OURS_KV8,
     PREFILL_GRAPHS,
     STOCK_DEFAULTS,
+    STOCK_TRTLLM,
     STOCK_XQA,
     is_stock,
 )
@@ -45,6 +47,23 @@ class Arm:
     model: str = "qwen3-8b"
     tp: int = 1
     """Ranks of tensor parallelism."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that SGLang reads."""
+    since: tuple[int, ...] = ()
+    """The oldest SGLang that is known to serve it on Hopper, if not all."""
+
+    def assert_served(self) -> None:
+        """Check that the installed SGLang serves it.
+
+        Raises:
+            RuntimeError: it is too old.
+        """
+        installed = version("sglang")
+        if self.since and tuple(map(int, installed.split(".")[:3])) < self.since:
+            needed = ".".join(map(str, self.since))
+            raise RuntimeError(
+                f"{self.name} is of SGLang {needed}, and {installed} is installed; leave it out"
+            )
 
     def keywords(self, batches: Sequence[int] | None = None, largest: int = 0) -> dict[str, Any]:
         """All keywords of ``sglang.Engine``.
@@ -80,6 +99,23 @@ ARMS = (
         {**BLOCK_FP8, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
         by_default=False,
     ),
+    Arm(
+        "stock-block-fp8-kv8-xqa-flashinfer",
+        {**STOCK_FP8_XQA, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
+        by_default=False,
+    ),
+    Arm(
+        "stock-block-fp8-kv8-trtllm",
+        {**BLOCK_FP8, **STOCK_TRTLLM},
+        by_default=False,
+        since=(0, 5, 23),
+    ),
+    # torch.compile of the decode step of every batch of the loads
+    Arm(
+        "stock-block-fp8-kv8-xqa-compile",
+        {**STOCK_FP8_XQA, "enable_torch_compile": True, "torch_compile_max_bs": 256},
+        by_default=False,
+    ),
     Arm("fp8rl-bf16", OURS_BF16, by_default=False),
     Arm(
         "fp8rl-kv8-flashinfer",
@@ -93,13 +129,31 @@ EXPERTS = (
     Arm("stock-block-fp8-kv8-xqa-tiles", STOCK_FP8_XQA, has_our_tiles=True),
     Arm("stock-block-fp8-kv8-xqa-deepgemm", {**STOCK_FP8_XQA, "moe_runner_backend": "deep_gemm"}),
     Arm("stock-block-fp8-kv8-xqa-cutlass", {**STOCK_FP8_XQA, "moe_runner_backend": "cutlass"}),
+    # one kernel for QK-norm and RoPE, which SGLang has for this model alone
+    Arm(
+        "stock-block-fp8-kv8-xqa-rope",
+        {**STOCK_FP8_XQA, "enable_fused_qk_norm_rope": True},
+        by_default=False,
+    ),
+    # one kernel for both GEMMs; of times only: SGLang interleaves the rows of its weights when it
+    # loads them, but not those of an update
+    Arm(
+        "stock-block-fp8-kv8-xqa-megamoe",
+        {**STOCK_FP8_XQA, "moe_a2a_backend": "megamoe"},
+        by_default=False,
+        environ={"SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK": "16384"},  # of a chunk
+        since=(0, 5, 23),
+    ),
 )
 REFERENCE = ARMS[0]
 """What ratios are to."""
 COMMON = {name: value for name, value in (ENGINE | FULL).items() if "graph_max_bs" not in name}
-FLAGS = {"engine": COMMON, "arms": {arm.name: arm.engine for arm in (*ARMS, *EXPERTS)}}
-"""SGLang's keywords, in the result file beside what they gave: those of all arms, and of each. CUDA
-graphs are those of the loads."""
+FLAGS = {
+    "engine": COMMON,
+    "arms": {arm.name: {**arm.engine, **arm.environ} for arm in (*ARMS, *EXPERTS)},
+}
+"""SGLang's keywords and variables, in the result file beside what they gave: those of all arms, and
+of each. CUDA graphs are those of the loads."""
 
 TP = 2
 """Of a model that does not fit on one GPU beside BF16 KV."""
@@ -127,8 +181,9 @@ def measure(arm: Arm, run: Run) -> list[Measurement]:
     """KV capacity, and prefill and decode of each load.
 
     Raises:
-        RuntimeError: the engine did not do what it should.
+        RuntimeError: SGLang is too old, or the engine did not do what it should.
     """
+    arm.assert_served()
     shape = models.SHAPES[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
@@ -172,7 +227,7 @@ def jobs(model: str, by_default: Collection[str] | None = None) -> tuple[Job, ..
             replace(arm, model=model, tp=tp),
             stock=is_stock(arm.engine),
             by_default=arm.by_default if by_default is None else arm.name in by_default,
-            environ=NO_MULTICAST if tp > 1 else {},
+            environ={**(NO_MULTICAST if tp > 1 else {}), **arm.environ},
         )
         for arm in arms
     )

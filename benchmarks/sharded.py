@@ -176,7 +176,7 @@ def steps(
         group = BroadcastGroup(engine, ranks, GPU_BACKEND)
     send = by_broadcast(group) if case.place == OTHERS else over_ipc(engine)
     for bucket in case.buckets:
-        yield f"buckets of {bucket / GIB:g} GiB", stock_update(module, send, bucket)
+        yield f"buckets of {bucket / GIB:g} GiB", stock_update(engine, module, send, bucket)
     if group is not None:
         group.close()
 

@@ -59,13 +59,18 @@ def by_broadcast(group: BroadcastGroup | None) -> Send:
     return send
 
 
-def stock_update(module: nn.Module, send: Send, bucket_bytes: int) -> update.Update:
-    """Gather a bucket at a time, and send it."""
+def stock_update(engine: Any, module: nn.Module, send: Send, bucket_bytes: int) -> update.Update:
+    """Gather a bucket at a time, and send it.
+
+    Args:
+        engine: on the first rank.
+    """
 
     def step(version: int) -> None:
-        for bucket, last in gathered_buckets(module, bucket_bytes):
-            send(bucket, last, f"update {version}")
-            meet()  # this rank's bucket is read until the engine has answered
+        with stock_push.session(engine):
+            for bucket, last in gathered_buckets(module, bucket_bytes):
+                send(bucket, last, f"update {version}")
+                meet()  # this rank's bucket is read until the engine has answered
 
     return step
 

@@ -156,8 +156,9 @@ def stock_update(engine: Any, named: weights.Named, case: Case) -> Update:
     planned = list(stock_push.buckets(named, case.bucket_bytes))
 
     def update(version: int) -> None:
-        for tensors, last in planned:
-            stock_push.send(engine, tensors, last, f"update {version}")
+        with stock_push.session(engine):
+            for tensors, last in planned:
+                stock_push.send(engine, tensors, last, f"update {version}")
 
     return update
 

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 
 # Set before torch is imported, and inherited by every process that a test starts: the machines
 # that run these tests have few cores.
@@ -18,6 +19,7 @@ from hypothesis import settings
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.options import current_options
+from tests import without_sglang
 from trainer_bridge import connections
 
 # A pytest that is ended from outside still ends the servers that it started.
@@ -32,6 +34,11 @@ settings.load_profile("fp8rl")
 
 ENGINE_TIMEOUT_S = 900
 """Of a test with an engine that names no other limit: one may take minutes to start."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if find_spec("sglang") is None:
+        config.pluginmanager.register(without_sglang)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

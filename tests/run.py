@@ -15,12 +15,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from xml.etree import ElementTree
-
-from tests import guarantees
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST, NEWEST = "0.5.17", "0.5.23"
@@ -115,6 +113,21 @@ VERL = (
 )
 
 
+SLOW = (ROOT / "tests" / "slow.txt").read_text().split()
+"""Fast tests that `make quick` leaves out: of three seconds and more, on a busy machine."""
+QUICK = (
+    "--quiet",
+    *FAST,
+    "--numprocesses=2",
+    "--dist=worksteal",
+    *(f"--deselect={test}" for test in SLOW),
+    *("tests/server_args", "tests/sgl_fp8rl", "tests/trainer_bridge", "tests/integrations"),
+    "--ignore=tests/integrations/trl",  # whose conftest.py imports TRL
+    "tests/fuzz",
+    *(f"tests/{file.name}" for file in sorted((ROOT / "tests").glob("test_*.py"))),
+)
+
+
 def _fast(sglang: str) -> tuple[Suite, ...]:
     """All fast tests, in parts that take about as long as each other."""
     folders = "tests/sgl_fp8rl", "tests/trainer_bridge"
@@ -127,6 +140,7 @@ def _fast(sglang: str) -> tuple[Suite, ...]:
 
 # The longest first: `JOBS` run at once.
 PLANS: dict[str, tuple[Suite, ...]] = {
+    "quick": (Suite("quick", "none", QUICK, environment="quick"),),
     "fast": (Suite("fast", OLDEST, FAST),),
     "test": (
         Suite(
@@ -175,8 +189,6 @@ class Result:
     skipped: int = 0
     failures: tuple[str, ...] = ()
     """The tests that failed, as pytest names them, each with the ends of its error."""
-    outcomes: dict[str, bool] = field(default_factory=dict)
-    """Whether each test passed (``guarantees.outcomes``)."""
 
     @property
     def is_well(self) -> bool:
@@ -224,7 +236,7 @@ def run(suite: Suite, extra: Sequence[str]) -> Result:
         status = process.wait()
         running.discard(process)
         seconds = time.monotonic() - start
-        return Result(suite, status, seconds, *read(xml), guarantees.outcomes(xml))
+        return Result(suite, status, seconds, *read(xml))
 
 
 def read(xml: Path, module: str | None = None) -> tuple[int, int, int, tuple[str, ...]]:
@@ -267,11 +279,12 @@ def _ends(failure: ElementTree.Element) -> str:
 
 def summary(plan: str, results: list[Result], seconds: float) -> str:
     """What ran, on what, and how it ended, as Markdown."""
+    settings = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in SETTINGS)
     lines = [
         f"`make {plan}`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, commit {commit()}, "
         f"{duration(seconds)} in all",
         "",
-        f"{cpu()}, {os.cpu_count()} cores, Python {platform.python_version()}, {settings()}",
+        f"{cpu()}, {os.cpu_count()} cores, Python {platform.python_version()}, {settings}",
         "",
         "| suite | SGLang | result | passed | failed | skipped | time |",
         "|---|---|---|---|---|---|---|",
@@ -310,15 +323,9 @@ def cpu() -> str:
     return names[0] if names else platform.machine()
 
 
-def settings() -> str:
-    return ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in SETTINGS)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("plan", choices=PLANS)
-    parser.add_argument("--record", type=Path, help="write the summary to this file too")
-    parser.add_argument("--guarantees", action="store_true", help="note what passed on the page")
     arguments, extra = parser.parse_known_args()  # the rest is pytest's
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     start = time.monotonic()
@@ -331,15 +338,7 @@ def main() -> int:
             for process in running:
                 process.terminate()  # pytest then ends the engines that it started
             raise
-    text = summary(arguments.plan, results, time.monotonic() - start)
-    ran = commit()  # before the records below change the checkout
-    print(f"\n{text}\n")
-    if arguments.record:
-        arguments.record.write_text(f"# The last run of `make {arguments.plan}`\n\n{text}\n")
-    if arguments.guarantees:
-        outcomes = [(result.suite.sglang, result.outcomes) for result in results]
-        guarantees.keep(guarantees.CPU, outcomes, ran)
-        guarantees.write_page()
+    print(f"\n{summary(arguments.plan, results, time.monotonic() - start)}\n")
     return int(not all(result.is_well for result in results))
 
 

@@ -18,7 +18,7 @@ PERMITTED = {
     "sgl_fp8rl/doctor/command.py:run_checks": "a broken installation still gets its report",
 }
 TELLS_THE_OTHERS = {
-    "sgl_fp8rl.engine.ranks",
+    "sgl_fp8rl.weight_update.ranks",
     "sgl_fp8rl.integrations.contract",
     "sgl_fp8rl.integrations.trl",
     "sgl_fp8rl.integrations.updates",

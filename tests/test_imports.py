@@ -55,7 +55,6 @@ LAYERS = (
     # the engine
     "sgl_fp8rl.compat",
     "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform sgl_fp8rl.engine.log_filter "
-    "sgl_fp8rl.engine.embedding_cache "
     "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.engine.lost_rows sgl_fp8rl.gemm "
     "sgl_fp8rl.kv_cache",
     "sgl_fp8rl.engine.layer_method sgl_fp8rl.engine.wrapping sgl_fp8rl.engine.quant_name",
@@ -67,13 +66,12 @@ LAYERS = (
     "sgl_fp8rl.engine.moe",
     "sgl_fp8rl.engine.fusion sgl_fp8rl.engine.quant_config sgl_fp8rl.engine.hooks",
     "sgl_fp8rl.weight_update",
-    "sgl_fp8rl.engine.ranks",
-    "sgl_fp8rl.engine.export sgl_fp8rl.engine.code_sums",
-    "sgl_fp8rl.engine.admission "
+    "sgl_fp8rl.engine.export",
+    "sgl_fp8rl.engine.admission sgl_fp8rl.engine.embedding_cache "
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
     "sgl_fp8rl.engine.tied_head sgl_fp8rl.engine.scheduler "
-    "sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.update_steps sgl_fp8rl.engine.engine_loop",
+    "sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.host sgl_fp8rl.engine.engine_loop",
     "sgl_fp8rl.engine",
     # a framework that starts engines itself
     "sgl_fp8rl.integrations.verl",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import guarantees, run
+from tests import run
 
 TESTS = {
     "test_good.py": "def test_one(): pass\ndef test_two(): pass\n",
@@ -27,13 +27,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     python.chmod(0o755)
     (environment / ".ready").touch()
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    monkeypatch.setattr(guarantees, "CPU", tmp_path / "guarantees.json")
     return tmp_path
 
 
 def of_plan(monkeypatch: pytest.MonkeyPatch, *suites: run.Suite) -> int:
     monkeypatch.setattr(run, "PLANS", {"test": suites})
-    monkeypatch.setattr(sys, "argv", ["run.py", "test", "--record", "summary.md"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "test"])
     return run.main()
 
 
@@ -54,8 +53,6 @@ def test_every_suite_is_reported(
     assert ["good", "1.0", "passed", "2", "0"] in rows
     assert ["good", "2.0", "NOT INSTALLED", "0", "0"] in rows
     assert "- [bad 1.0] test_bad.py::test_three: AssertionError: assert not 'well'" in out
-    assert "| bad | 1.0 | FAILED |" in (root / "summary.md").read_text()
-    assert guarantees.read(guarantees.CPU) == {}  # no test there is marked
 
 
 @pytest.mark.parametrize("failure", ["raise RuntimeError({})", "assert 1 == 2, {}"])

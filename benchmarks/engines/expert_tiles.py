@@ -14,12 +14,15 @@ from sgl_fp8rl.gemm.tune_cache import Machine
 def give_stock(folder: Path) -> None:
     """Have engines that this process starts read them, from SGLang's own kind of file.
 
-    SGLang loads the weights of the first GEMM through no TMA descriptor, and those of the second
-    where its tile says so.
+    SGLang loads the weights of the second GEMM through a TMA descriptor where its tile says so;
+    those of the first too in 0.5.23, but not in 0.5.17, whose kernel refuses the word.
 
     Raises:
         RuntimeError: none are shipped for this GPU.
     """
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    up_takes_tma = hasattr(fused_moe, "_moe_support_tma")
     machine = Machine.here(0)
     shipped, _ = FILES.shipped(machine, SHIPPED / f"{machine.slug}.json")
     if not shipped:
@@ -32,7 +35,10 @@ def give_stock(folder: Path) -> None:
             f"E={shape.experts},N={shape.intermediate},device_name={gpu},"
             f"dtype=fp8_w8a8,block_shape=[128, 128]"
         )
-        up = {pair.m: {k: v for k, v in pair.up.items() if k != "USE_TMA"} for pair in pairs}
+        up = {
+            pair.m: {k: v for k, v in pair.up.items() if up_takes_tma or k != "USE_TMA"}
+            for pair in pairs
+        }
         (files / f"{name}.json").write_text(json.dumps(up))
         down = {pair.m: dict(pair.down) for pair in pairs}
         (files / f"{name}_down.json").write_text(json.dumps(down))

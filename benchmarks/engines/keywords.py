@@ -48,6 +48,8 @@ STOCK_XQA: Keywords = {
     "decode_attention_backend": "trtllm_mha",
     "page_size": 64,
 }
+# TensorRT-LLM's FMHA prefills that cache, and XQA decodes it; SGLang 0.5.17 has it not on Hopper
+STOCK_TRTLLM: Keywords = {**KV8, "attention_backend": "trtllm_mha", "page_size": 64}
 BLOCK_FP8: Keywords = {
     "quantization": "fp8",
     "json_model_override_args": json.dumps(

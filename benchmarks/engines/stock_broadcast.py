@@ -51,7 +51,7 @@ class BroadcastGroup:
         )
 
     def send(self, named: Named, last: bool, update: str) -> None:
-        """Broadcast one flattened bucket, which the engine loads.
+        """Broadcast one flattened bucket, which the engine loads, in a ``stock_push.session``.
 
         Args:
             last: whether the prefix cache is to be flushed.

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.engines.weights import Named
@@ -30,8 +31,29 @@ def sum_bytes(named: Named) -> int:
     return sum(tensor.nbytes for _, tensor in named)
 
 
+@contextmanager
+def session(engine: Any) -> Iterator[None]:
+    """What SGLang 0.5.23 takes weights in, and processes them at the end of; 0.5.17 has none.
+
+    Raises:
+        RuntimeError: the engine refused to begin or to end it.
+    """
+    if not hasattr(engine, "begin_weight_update"):
+        yield
+        return
+    _assert_done("to begin an update", *engine.begin_weight_update())
+    yield
+    _assert_done("to end an update", *engine.end_weight_update())
+
+
+def _assert_done(what: str, done: bool, message: str) -> None:
+    if not done:
+        raise RuntimeError(f"the engine refused {what}: {message}")
+
+
 def send(engine: Any, named: Named, last: bool, update: str, ranks: int = 1) -> None:
-    """Send one flattened bucket to each rank of an engine; see ``send_payloads``."""
+    """Send one flattened bucket to each rank of an engine, in a ``session``; see
+    ``send_payloads``."""
     send_payloads(engine, [payload(named) for _ in range(ranks)], last, update)
 
 
@@ -60,11 +82,12 @@ def send_payloads(engine: Any, payloads: list[str], last: bool, update: str) -> 
     Raises:
         RuntimeError: the engine refused it.
     """
-    done, message = engine.update_weights_from_tensor(
-        payloads, load_format="flattened_bucket", flush_cache=last
+    _assert_done(
+        update,
+        *engine.update_weights_from_tensor(
+            payloads, load_format="flattened_bucket", flush_cache=last
+        ),
     )
-    if not done:
-        raise RuntimeError(f"the engine refused {update}: {message}")
 
 
 def push(engine: Any, named: Named, ranks: int = 1) -> None:
@@ -79,8 +102,9 @@ def push(engine: Any, named: Named, ranks: int = 1) -> None:
     """
     before = probe(engine)
     for group, tensors in weight_groups(named).items():
-        for bucket, _ in buckets(tensors, BUCKET_BYTES):
-            send(engine, bucket, False, f"the weights of {group}", ranks)
+        with session(engine):
+            for bucket, _ in buckets(tensors, BUCKET_BYTES):
+                send(engine, bucket, False, f"the weights of {group}", ranks)
         flush(engine)
         after = probe(engine)
         if not all(map(math.isfinite, after)):

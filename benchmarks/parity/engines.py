@@ -69,7 +69,7 @@ class StockEngine:
         started = time.perf_counter()
         named = [(name, tensor.to(torch.bfloat16)) for name, tensor in hf_named(model)]
         stock_push.flush(self.handle)
-        with _weight_update(self.handle):
+        with stock_push.session(self.handle):
             for bucket, last in stock_push.buckets(named, stock_push.BUCKET_BYTES):
                 stock_push.send(self.handle, bucket, last, f"version {version}")
         self._version = version
@@ -93,17 +93,6 @@ class StockEngine:
             finish_reasons=[reply["meta_info"]["finish_reason"]["type"] for reply in replies],
             temperature=options["temperature"],
         )
-
-
-@contextmanager
-def _weight_update(engine: Any) -> Iterator[None]:
-    """The session that SGLang 0.5.23 takes weights in; 0.5.17 has none."""
-    if hasattr(engine, "begin_weight_update"):
-        engine.begin_weight_update()
-        yield
-        engine.end_weight_update()
-    else:
-        yield
 
 
 @contextmanager

@@ -30,13 +30,3 @@ def options_of(model: torch.nn.Module) -> Fp8RLServerArgs:
 def scheduler_weights(scheduler: Any) -> EngineWeights | None:
     """The update state of the model that a scheduler runs, or None as above."""
     return weights_of(scheduler.tp_worker.model_runner.model)
-
-
-def status_of(weights: EngineWeights) -> dict[str, Any]:
-    """What a trainer is told of an update state."""
-    return {
-        "run": weights.policy.run,
-        "version": weights.policy.version,
-        "state": weights.state.value,
-        "reason": weights.reason,
-    }

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.ranks import attempted, gather, gather_results, sources
 from sgl_fp8rl.formats import BLOCKS, QUANTIZED, UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
@@ -23,6 +21,8 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.host import Host
+from sgl_fp8rl.weight_update.ranks import Gather, attempted, gather_results, sources
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import RouteTable, shapes_of
 
@@ -32,7 +32,7 @@ Bytes, because torch does not pickle FP8."""
 
 
 def export_layout(
-    weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup
+    weights: EngineWeights, message: dict[str, Any], gather: Gather
 ) -> dict[str, Any]:
     """How an engine that has loaded nothing would keep the tensors of a manifest."""
 
@@ -43,31 +43,31 @@ def export_layout(
         return record_routes(weights.model, shapes_of(manifest))
 
     table, error = attempted(routes, "an export")
-    errors = [e for e in gather(error, group) if e is not None]
+    errors = [e for e in gather(error) if e is not None]
     if errors:
         return {"error": errors[0]}
     return {
-        **sources(table, group),
+        **sources(table, gather),
         "dtype": str(weights.dtype).removeprefix("torch."),
         "layers": _not_fp8(weights),
     }
 
 
-def write(weights: EngineWeights, folder: Any, group: dist.ProcessGroup) -> dict[str, Any]:
+def write(weights: EngineWeights, folder: Any, host: Host) -> dict[str, Any]:
     """Write the committed weights as safetensors: rank 0 writes what all ranks hold.
 
     Args:
         folder: an empty private folder of the engine's user, made by who asks.
     """
     error = _why_not(weights) or _why_not_into(folder)
-    errors = [e for e in gather(error, group) if e is not None]
+    errors = [e for e in host.gather(error) if e is not None]
     if errors:
         return {"error": errors[0]}
     table = weights.table
     assert table is not None  # it serves
-    writer = CheckpointWriter(Path(folder)) if dist.get_rank(group) == 0 else None
+    writer = CheckpointWriter(Path(folder)) if host.rank == 0 else None
     for name in (n for n in table.sources if n not in table.skipped):
-        ranks = gather_results(partial(_parts, table, name), "an export", group)
+        ranks = gather_results(partial(_parts, table, name), "an export", host.gather)
         if writer is None or error is not None:
             continue  # whatever happened on rank 0, the others take part to the end
         _, fault = attempted(partial(_add, writer, name, table.sources[name], ranks), "an export")
@@ -75,7 +75,7 @@ def write(weights: EngineWeights, folder: Any, group: dist.ProcessGroup) -> dict
     if writer is not None and error is None:
         _, fault = attempted(writer.finish, "an export")
         error = fault and f"the export cannot be written: {fault}"
-    error = gather(error, group)[0]
+    error = host.gather(error)[0]
     if error:
         return {"error": error}
     formats = {table.kept_as(name) for name in table.sources} - {UNQUANTIZED}

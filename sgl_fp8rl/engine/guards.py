@@ -8,8 +8,6 @@ from sgl_fp8rl.engine.admission import why_not_in_vocabulary
 from sgl_fp8rl.engine.attached import scheduler_weights, weights_of
 from sgl_fp8rl.engine.internal_requests import isolate_prefix
 from sgl_fp8rl.engine.retraction import refuse
-from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 VERSION_KEY, RUN_KEY = "policy_version", "policy_run"
 """Where ``meta_info`` of a response carries the policy version of each output token, and its run.
@@ -28,7 +26,7 @@ def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any
     only from token ids that it has."""
     weights = scheduler_weights(scheduler)
     if weights is not None and not weights.may_generate:
-        refuse(scheduler, request, *refusal(weights))
+        refuse(scheduler, request, weights.why_not_generate, HTTPStatus.SERVICE_UNAVAILABLE)
         return
     if weights is not None:
         unknown = why_not_in_vocabulary(request, scheduler.model_config.vocab_size)
@@ -49,16 +47,6 @@ def check_copies(scheduler: Any) -> None:
     weights = scheduler_weights(scheduler)
     if weights is not None and (why := compat.derived_weight_error(weights.model)) is not None:
         raise ValueError(f"quantization fp8rl cannot update this engine: {why}")
-
-
-def refusal(weights: EngineWeights) -> tuple[str, int]:
-    """Why no policy generates, and the HTTP status that says so."""
-    if weights.state is State.SERVING:
-        tags = ", ".join(sorted(weights.released_tags))
-        why = f"the memory of {tags} is released; resume_memory_occupation before requests"
-    else:
-        why = f"engine weights are quarantined: {weights.reason}"
-    return why, HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def look_around(original: Any, scheduler: Any, requests: Any) -> Any:

@@ -7,6 +7,7 @@ through them. The BF16 model is never whole in engine memory.
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +20,16 @@ from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.kv_setup import attach_kv_scales, load_kv_scales
 from sgl_fp8rl.engine.log_filter import without_line
 from sgl_fp8rl.engine.quant_config import LayerFormat, list_layers
-from sgl_fp8rl.engine.update_steps import skipped_by_all
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.checkpoint_files import read_tensors
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.ranks import gather
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import shapes_of
+from sgl_fp8rl.weight_update.update_steps import skipped_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
     ) -> None:
         kv_scales = engine_weights.kv_scales_in(manifest)
         engine_weights.table = record_routes(engine_weights.model, shapes_of(manifest, kv_scales))
-        skipped = skipped_by_all(engine_weights, compat.get_tp_group().cpu_group)
+        skipped = skipped_by_all(
+            engine_weights, partial(gather, group=compat.get_tp_group().cpu_group)
+        )
         engine_weights.table.skipped = frozenset(skipped)
         if skipped:
             # DeepSeek-V3's layer for drafts alone has 800

@@ -6,13 +6,13 @@ scheduler began before it saw the last token, and where a resume names what was 
 
 import asyncio
 import inspect
+from http import HTTPStatus
 from typing import Any
 
 import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.attached import scheduler_weights, weights_of
-from sgl_fp8rl.engine.guards import refusal
 from sgl_fp8rl.engine.retraction import refuse_waiting
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
@@ -106,7 +106,7 @@ def continue_served(original: Any, scheduler: Any, request: Any) -> Any:
     on memory that is away: SGLang 0.5.23 releases while a pause keeps requests."""
     weights = scheduler_weights(scheduler)
     if weights is not None and not weights.may_generate:
-        refuse_waiting(scheduler, *refusal(weights))
+        refuse_waiting(scheduler, weights.why_not_generate, HTTPStatus.SERVICE_UNAVAILABLE)
     return original(scheduler, request)
 
 

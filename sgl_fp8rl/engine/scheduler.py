@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from sgl_fp8rl import compat
 from sgl_fp8rl.compat.settings import resolved
-from sgl_fp8rl.engine import code_sums, export, routed_experts, update_steps
-from sgl_fp8rl.engine.attached import scheduler_weights, status_of
+from sgl_fp8rl.engine import export, routed_experts
+from sgl_fp8rl.engine.attached import scheduler_weights
+from sgl_fp8rl.engine.host import SchedulerHost, answer
 from sgl_fp8rl.engine.memory_release import is_idle
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.ranks import attempted, gather_results, sources
 from sgl_fp8rl.engine.tied_head import tied_shape
 from sgl_fp8rl.kv_cache import kv_stats, quant_error
 from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
 from sgl_fp8rl.protocol.values import excerpt
+from sgl_fp8rl.weight_update import code_sums, update_steps
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.ranks import Gather, attempted, gather_results, sources
 
 RPC_METHOD = "fp8rl"
 READS_MEMORY = ("code_sums", "digest", "export", "kv", "kv_observe", "kv_recalibrate")
@@ -44,10 +44,13 @@ class ControlRequest:
     message: dict[str, Any]
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks of the engine."""
-        group: dist.ProcessGroup = self.scheduler.tp_group.cpu_group
-        return group
+    def host(self) -> SchedulerHost:
+        return SchedulerHost(self.scheduler)
+
+    @property
+    def gather(self) -> Gather:
+        """Over the ranks of the engine."""
+        return self.host.gather
 
 
 def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
@@ -56,22 +59,22 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
         return original(scheduler, request)
     weights = scheduler_weights(scheduler)
     if weights is None:
-        return _answer({"error": "this engine does not run with --quantization fp8rl"})
+        return answer({"error": "this engine does not run with --quantization fp8rl"})
     # an exception here would end the server
     try:
         message = json.loads(request.parameters["message"])
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        return _answer({"error": f"the control message cannot be read: {error}"})
+        return answer({"error": f"the control message cannot be read: {error}"})
     op = message.get("op") if isinstance(message, dict) else None
-    answer = ANSWERS.get(op) if isinstance(op, str) else None
-    if answer is None:
-        return _answer({"error": unknown(op)})
+    read = ANSWERS.get(op) if isinstance(op, str) else None
+    if read is None:
+        return answer({"error": unknown(op)})
     if weights.released and op in READS_MEMORY:
-        return _answer({"error": RELEASED})
-    run = partial(answer, ControlRequest(scheduler, weights, message))
+        return answer({"error": RELEASED})
+    run = partial(read, ControlRequest(scheduler, weights, message))
     # an update fails as a whole, on all ranks, or leaves them unlike each other
     reply, fault = (run(), None) if op == "begin" else attempted(run, f"control message {op}")
-    return _answer({"error": fault} if reply is None else reply)
+    return answer({"error": fault} if reply is None else reply)
 
 
 def unknown(op: Any) -> str:
@@ -79,24 +82,14 @@ def unknown(op: Any) -> str:
     return f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl on both sides"
 
 
-def _answer(reply: Reply) -> Any:
-    return compat.RpcReqOutput(success="error" not in reply, message=json.dumps(reply))
-
-
 def _begin(request: ControlRequest) -> Reply:
     """Run an update; the main process hears of its beginning by a reply of its own."""
-    rpc = request.scheduler.ipc_channels.recv_from_rpc
-
-    def tell(reply: Reply) -> None:
-        if rpc is not None:
-            compat.sock_send(rpc, _answer(reply))
-
-    return update_steps.run(request.scheduler, request.weights, request.message, tell)
+    return update_steps.run(request.host, request.weights, request.message)
 
 
 def _idle(request: ControlRequest) -> Reply:
     scheduler = request.scheduler
-    idle = all(gather_results(partial(is_idle, scheduler), "a look", request.group))
+    idle = all(gather_results(partial(is_idle, scheduler), "a look", request.gather))
     return {"idle": idle, "paused": bool(scheduler._engine_paused)}
 
 
@@ -108,7 +101,7 @@ def _digest(request: ControlRequest) -> Reply:
     """SHA-256 and address of every parameter, buffer and tensor derived from a parameter: what two
     equal engines agree in."""
     read = partial(_digest_of_rank, request.weights)
-    return {"ranks": gather_results(read, "a digest", request.group)}
+    return {"ranks": gather_results(read, "a digest", request.gather)}
 
 
 def _digest_of_rank(weights: EngineWeights) -> Reply:
@@ -125,7 +118,7 @@ def _digest_of_rank(weights: EngineWeights) -> Reply:
 
 
 def _code_sums(request: ControlRequest) -> Reply:
-    return code_sums.read(request.weights, request.group)
+    return code_sums.read(request.weights, request.gather)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -133,21 +126,21 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _export_layout(request: ControlRequest) -> Reply:
-    return export.export_layout(request.weights, request.message, request.group)
+    return export.export_layout(request.weights, request.message, request.gather)
 
 
 def _export(request: ControlRequest) -> Reply:
     """Write the committed weights; nothing is generated meanwhile."""
     scheduler = request.scheduler
-    if not all(gather_results(scheduler.is_fully_idle, "a look", request.group)):
+    if not all(gather_results(scheduler.is_fully_idle, "a look", request.gather)):
         return {"error": "requests are running; export when they have ended", "busy": True}
-    written = export.write(request.weights, request.message.get("folder"), request.group)
+    written = export.write(request.weights, request.message.get("folder"), request.host)
     settings = resolved(scheduler.server_args)
     path = settings.model_path
     # of a folder the whole path: who asks may be in another one
     path = str(Path(path).resolve()) if Path(path).is_dir() else path
     model = {"model": path, "revision": settings.revision}
-    return {**written, **model, **status_of(request.weights)}
+    return {**written, **model, **request.weights.status}
 
 
 def _kv(request: ControlRequest) -> Reply:
@@ -155,7 +148,7 @@ def _kv(request: ControlRequest) -> Reply:
     if kv is None:
         return {"error": kv_stats.NOT_QUANTIZED}
     read = partial(kv_stats.of_rank, kv)
-    return kv_stats.report(kv, gather_results(read, "statistics of the KV cache", request.group))
+    return kv_stats.report(kv, gather_results(read, "statistics of the KV cache", request.gather))
 
 
 def _kv_observe(request: ControlRequest) -> Reply:
@@ -163,19 +156,16 @@ def _kv_observe(request: ControlRequest) -> Reply:
     if kv is None:
         return {"error": kv_stats.NOT_QUANTIZED}
     start = partial(quant_error.start, kv)
-    return {"tokens": gather_results(start, "observing the KV cache", request.group)[0]}
+    return {"tokens": gather_results(start, "observing the KV cache", request.gather)[0]}
 
 
 def _kv_recalibrate(request: ControlRequest) -> Reply:
     """Let the next prefill measure the KV scales again: nothing stored under the old ones stays."""
-    kv, scheduler = request.weights.kv, request.scheduler
+    kv = request.weights.kv
     if not isinstance(kv, KVScales):
         return {"error": "this engine's KV cache has no scales that are measured"}
-
-    def flush() -> bool:
-        return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
-
-    if not all(gather_results(flush, "emptying the KV cache", request.group)):
+    idle = gather_results(request.host.make_idle, "emptying the KV cache", request.gather)
+    if not all(idle):
         return {"error": "requests are running; recalibrate when they have ended", "busy": True}
     kv.recalibrate()
     return {"pending": True}
@@ -194,17 +184,17 @@ def _status(request: ControlRequest) -> Reply:
     clipped = None
     if isinstance(weights.kv, KVScales) and not weights.released:
         read = partial(kv_stats.clipped_share, weights.kv)
-        clipped = max(gather_results(read, "what the KV cache clipped", request.group))
+        clipped = max(gather_results(read, "what the KV cache clipped", request.gather))
     experts = routed_experts.layout(weights.model)
-    return {"routed_experts": experts, "kv_clipped": clipped, **status_of(weights)}
+    return {"routed_experts": experts, "kv_clipped": clipped, **weights.status}
 
 
 def _layout(request: ControlRequest) -> Reply:
-    weights, group = request.weights, request.group
-    seen = gather_results(partial(_gpus, weights.device), "a layout", group)
+    weights, gather = request.weights, request.gather
+    seen = gather_results(partial(_gpus, weights.device), "a layout", gather)
     return {
         "dtype": str(weights.dtype).removeprefix("torch."),
-        **sources(weights.table, group),
+        **sources(weights.table, gather),
         "skipped": [] if weights.table is None else sorted(weights.table.skipped),
         "tied": tied_shape(weights),
         "gpus": [uuid for uuid, _ in seen if uuid],

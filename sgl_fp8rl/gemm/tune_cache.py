@@ -87,7 +87,7 @@ class Files(Generic[S, E]):
             raise OSError(f"{folder} names no folder ({error}); set FP8RL_TUNE_CACHE") from None
 
     def save(self, path: Path, machine: Machine, table: Mapping[S, Sequence[E]]) -> None:
-        """Write the table atomically: a reader sees the old file or the new one.
+        """Write the table, an entry a line, atomically: a reader sees the old file or the new one.
 
         Raises:
             OSError: it cannot be written.
@@ -96,9 +96,9 @@ class Files(Generic[S, E]):
             "x".join(map(str, shape)): [asdict(entry) for entry in entries]
             for shape, entries in sorted(table.items())
         }
-        content = {"format": FORMAT, **asdict(machine), "shapes": shapes}
+        text = json.dumps({"format": FORMAT, **asdict(machine), "shapes": shapes})
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=1))
+        write_whole(path, text.replace("[{", "[\n{").replace("}, {", "},\n{"))
 
     def read(self, path: Path) -> tuple[Machine, dict[S, list[E]]]:
         """A table and the machine that it was measured on.

@@ -1,7 +1,7 @@
 """The weights of one rank between and during updates: which policy they are, and what may begin.
 
 One ``EngineWeights`` lives beside the model on each rank. It knows nothing of sockets or SGLang's
-scheduler; ``engine/update_steps.py`` drives it. Only a committed version generates.
+scheduler; ``update_steps.py`` drives it. Only a committed version generates.
 """
 
 import logging
@@ -89,6 +89,24 @@ class EngineWeights:
     def may_generate(self) -> bool:
         """Whether a committed version serves, and no memory is away."""
         return self.state is State.SERVING and not self.released_tags
+
+    @property
+    def why_not_generate(self) -> str:
+        """Said of each request where ``may_generate`` is false."""
+        if self.state is not State.SERVING:
+            return f"engine weights are quarantined: {self.reason}"
+        tags = ", ".join(sorted(self.released_tags))
+        return f"the memory of {tags} is released; resume_memory_occupation before requests"
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What a trainer is told."""
+        return {
+            "run": self.policy.run,
+            "version": self.policy.version,
+            "state": self.state.value,
+            "reason": self.reason,
+        }
 
     def image_of(self, writer: WeightWriter) -> str:
         """The name of the update that is stored, where this writer can read it back; else empty."""

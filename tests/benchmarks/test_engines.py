@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks import long_tail, rollout, start, update
 from benchmarks.benchmark import Run
+from benchmarks.engines import models
 from benchmarks.engines.keywords import is_stock
 from benchmarks.kv import cases as kv
 from benchmarks.mitigations import cases as mitigations
@@ -47,6 +49,41 @@ def test_sglang_and_we_know_all_keywords() -> None:
         Fp8RLServerArgs(**ours)
         assert {key for key in given if "fp8rl_" not in key} <= known, name
         assert stock is is_stock(given) is ("fp8rl" not in json.dumps(given)), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", models.MODELS)
+def test_sglang_takes_every_stock_arm_on_hopper_as_it_is_told(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sglang")
+    from sgl_fp8rl import compat
+    from sgl_fp8rl.compat.settings import resolved
+    from tests.sgl_fp8rl import resolving
+
+    models.save_config(models.MODELS[model], tmp_path)
+    older = version("sglang") == "0.5.17"
+    refused = set()
+    with resolving.start(tmp_path / "others") as start:
+        start.on(resolving.HOPPER)
+        for job in rollout.jobs(model):
+            if not job.stock:
+                continue
+            try:
+                job.spec.assert_served()
+            except RuntimeError as error:
+                assert str(error).endswith("and 0.5.17 is installed; leave it out")
+                refused.add(job.spec.name.rpartition("-")[2])
+                continue
+            given = job.spec.keywords(batches=(64, 32))
+            with monkeypatch.context() as patch:
+                for name, value in job.environ.items():
+                    patch.setenv(name, value)
+                settings = resolved(compat.ServerArgs(model_path=str(tmp_path), **given))
+            found = {name: getattr(settings, name) for name in given}
+            assert found == given, job.name
+    newer = {"qwen3-8b": {"trtllm"}, "qwen3-30b-a3b": {"trtllm", "megamoe"}}
+    assert refused == (newer[model] if older else set())
 
 
 def test_the_plugin_serves_every_fp8_kv_cache_of_ours() -> None:

@@ -48,6 +48,15 @@ def test_stock_arms_speak_sglang_s_own_format() -> None:
         def __init__(self) -> None:
             self.got: dict[str, torch.Tensor] = {}
             self.flushes: list[bool] = []
+            self.sessions: list[str] = []
+
+        def begin_weight_update(self) -> tuple[bool, str]:
+            self.sessions.append("begun")
+            return len(self.sessions) < 4, "busy"
+
+        def end_weight_update(self) -> tuple[bool, str]:
+            self.sessions.append("ended")
+            return True, ""
 
         def update_weights_from_tensor(
             self, payloads: list[str], load_format: str, flush_cache: bool
@@ -70,8 +79,11 @@ def test_stock_arms_speak_sglang_s_own_format() -> None:
     assert engine.got.keys() == dict(named).keys()
     assert all(torch.equal(engine.got[name], tensor) for name, tensor in named)
     assert engine.flushes == [False] * (len(engine.flushes) - 1) + [True]
+    assert engine.sessions == ["begun", "ended"]
     with pytest.raises(RuntimeError, match="refused update 1: full"):
         send(1)
+    with pytest.raises(RuntimeError, match="refused to begin an update: busy"):
+        send(2)
 
 
 class LoadingEngine:

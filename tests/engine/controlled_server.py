@@ -16,7 +16,7 @@ import torch
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import update_steps
+from sgl_fp8rl.engine import host
 
 CONTROL = "FP8RL_TEST_CONTROL"
 KEEP_CACHE = "keep_cache"
@@ -34,8 +34,8 @@ EMBEDDING = "embedding"
 EMBEDDINGS = "embeddings"
 """How many embeddings the last step found."""
 MODULE = "tests.engine.controlled_server"
-_retract = update_steps.retract
-_forget_embeddings = update_steps.forget_embeddings
+_retract = host.retract
+_forget_embeddings = host.forget_embeddings
 
 
 def is_wanted(name: str) -> bool:
@@ -75,8 +75,8 @@ def forget_embeddings() -> None:
 
 
 if CONTROL in os.environ:  # and not where a test reads the names above
-    update_steps.retract = retract
-    update_steps.forget_embeddings = forget_embeddings
+    host.retract = retract
+    host.forget_embeddings = forget_embeddings
     compat.HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.run_batch", slow_step, compat.HookType.AROUND
     )

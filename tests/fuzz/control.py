@@ -13,13 +13,14 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import control as control_module
-from sgl_fp8rl.engine import control_route, export, ranks, update_steps
+from sgl_fp8rl.engine import control_route, host
 from sgl_fp8rl.engine import scheduler as scheduler_module
 from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.control import Control
 from sgl_fp8rl.engine.scheduler_rpc import ControlError
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.weight_update import update_steps
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.rank_server import Outcome
 from tests.fuzz.decoder import Decoder, to_json
@@ -132,11 +133,10 @@ def decoders() -> Iterator[list[Decoder]]:
     stub = SimpleNamespace(path="rank0.sock", close=lambda: None)
     loop = asyncio.new_event_loop()
     with pytest.MonkeyPatch.context() as patch:
-        for user in (update_steps, ranks, export):
-            patch.setattr(user, "gather", lambda value, group: [value])
+        patch.setattr(host, "gather", lambda value, group: [value])
         patch.setattr(update_steps, "RankSocket", lambda rank: stub)
         patch.setattr(update_steps, "serve", lambda *_: outcome)
-        patch.setattr(update_steps.dist, "get_rank", lambda group: 0)
+        patch.setattr(host.dist, "get_rank", lambda group: 0)
         patch.setitem(vars(compat), "RpcReqInput", SimpleNamespace)
         patch.setitem(vars(compat), "RpcReqOutput", answer)
         patch.setitem(vars(compat), "sock_send", send)

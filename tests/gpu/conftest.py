@@ -21,10 +21,15 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    workers = config.pluginmanager.hasplugin("xdist")
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in here:
         item.add_marker("gpu")
+        case = getattr(item, "callspec", None)
+        if workers and case and "run" in case.indices:
+            # schedule.py: an engine of this fixture is of one worker
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{case.indices['run']}"))
         if INTERPRETED:
             if "exhaustive" in item.name:
                 item.add_marker(pytest.mark.skip(reason="too much for Triton's interpreter"))

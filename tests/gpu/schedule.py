@@ -61,6 +61,8 @@ ALONE = (
     ("kv_cache",),
 )
 ON_ALL_GPUS = (("shards",), ("two_ranks",), ("two_ranks_oracle",))
+WORKERS = {"two_ranks": 4, "updates": 4, "shards": 3, "mla": 2}
+"""Processes of a part whose fixture ``run`` has several engines, each of one process."""
 ENVIRONMENT = {
     # other tests use one of the GPUs
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -73,11 +75,12 @@ def job(folder: Path, names: tuple[str, ...], alone: bool) -> tuple[str, Job]:
     """A part and its name."""
     name = "-".join([*names, *(["alone"] if alone else [])])
     files = [f"tests/gpu/test_{name}.py" for name in names]
+    workers = 1 if alone else max(WORKERS.get(name, 1) for name in names)
     needed = ",".join(map(str, range(torch.cuda.device_count()))) if names in ON_ALL_GPUS else None
 
     def run(gpus: str) -> int:
         environment = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": needed or gpus}
-        return record.run_part(folder / f"{name}.json", files, alone, environment)
+        return record.run_part(folder / f"{name}.json", files, alone, workers, environment)
 
     return name, run
 

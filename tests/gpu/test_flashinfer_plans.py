@@ -1,6 +1,7 @@
 """Two decode steps laid out before the GPU begins the first, by FlashInfer as SGLang calls it."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,20 @@ class Decoder:
             data_type=torch.bfloat16,
             q_data_type=torch.bfloat16,
         )
+        self._keywords = {"kv_start_idx": None, "spec_info": None}
+        with suppress(ImportError):  # 0.5.17 has none and takes the rows
+            from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+
+            table = self._updater.req_to_token
+            translator = KVIndexTranslator(
+                req_to_token=table,
+                token_to_kv_pool_allocator=None,
+                token_to_kv_pool=None,
+                page_size=1,
+                device=device,
+            )
+            self._updater.attn_backend = SimpleNamespace(kv_index_translator=translator)
+            self._keywords |= {"plan": None, "req_pool_indices": self._rows}
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
             torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
             "NHD",
@@ -66,16 +81,16 @@ class Decoder:
 
     def step(self, context: int) -> torch.Tensor:
         """Lay out and queue a step; returns what it will have computed."""
+        rows = () if "plan" in self._keywords else (self._rows,)
         self._plan(
             self._updater,
             self._wrapper,
-            self._rows,
+            *rows,
             self._lengths_B[context],
             BATCH * context,
             self._kv_indptr,
-            None,
-            None,
-            torch.full((BATCH,), context),
+            seq_lens_cpu=torch.full((BATCH,), context),
+            **self._keywords,
         )
         out: torch.Tensor = self._wrapper.run(self.q_BND, self.caches)
         return out

@@ -138,6 +138,7 @@ def test_padded_layers(
     method: Any = object.__new__(METHODS[fmt.name])
     # what SGLang's own ``apply`` reads
     vars(method).update(use_marlin=False, use_mxfp8=False, block_quant=True)
+    method.block_fp8_as_mxfp8 = False  # 0.5.23
     vars(method).update(weight_block_size=[128, 128], w8a8_block_fp8_linear=compat.deep_gemm_linear)
     method.padding = padding
     if kernel is not None:

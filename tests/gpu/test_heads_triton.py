@@ -197,6 +197,7 @@ def test_one_kernel_serves_all_batches_and_layers(device: str) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 def test_a_program_spills_no_registers_and_reads_16_bytes(device: str) -> None:
+    heads_triton._scale_heads.device_caches.clear()  # of other tests' odd shapes
     heads_triton.scale_heads(buffer(3, 4096, 0, BF16).to(device), factors(8).to(device))
     kernels = compiled()
     assert kernels and not any(kernel.n_spills for kernel in kernels)  # type: ignore[attr-defined]

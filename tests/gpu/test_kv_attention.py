@@ -1,10 +1,9 @@
-"""Decode attention over FP8 KV without an engine: our hooks, FA2 and XQA, and stock SGLang's.
+"""Decode attention over FP8 KV without an engine: ours, FA2 and XQA.
 
 Inputs and stand-ins are those of the benchmark (``benchmarks/kv/attention_kernels.py``).
 """
 
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,23 +72,23 @@ def test_a_graph_reads_the_scales_of_its_replay(kernel: str, scheme: str) -> Non
     assert bool(second.isfinite().all())
 
 
-@pytest.mark.parametrize("kernel", ["fa2", "xqa"])
-def test_stock_keeps_the_scales_of_the_capture(kernel: str) -> None:
+def test_stock_keeps_the_scales_of_the_capture() -> None:
     """The control of the test above: SGLang's own decode, with its scales as Python floats."""
     inputs = draw(REPLAYED, "cuda")
     layer = kernels.layer_of("layer", inputs)
     caches = kernels.stored(layer, inputs)
-    decode = stock_fa2(inputs, caches) if kernel == "fa2" else stock_xqa(inputs, caches)
     layer.k_scale_float, layer.v_scale_float = (
         float(scale_H[0]) for scale_H in (layer.fp8rl_layer.k_scale_h, layer.fp8rl_layer.v_scale_h)
     )
     wanted = exact(kernels.meant(inputs, layer, caches))
-    replay = captured(lambda: decode(layer))
+    run = kernels.fa2(inputs, FP8_DTYPE)
+    replay = captured(lambda: stock_fa2(inputs, layer, caches, run))
     first = replay()
-    assert max(errors(first, wanted)["kv_error"]) < OF_CODES[kernel]
+    assert max(errors(first, wanted)["kv_error"]) < OF_CODES["fa2"]
     layer.k_scale_float *= 2
     layer.v_scale_float *= 2
-    assert not torch.equal(decode(layer), first)  # outside of the graph the new ones are used
+    # outside of the graph the new ones are used
+    assert not torch.equal(stock_fa2(inputs, layer, caches, run), first)
     assert torch.equal(replay(), first)
 
 
@@ -108,47 +107,19 @@ def captured(action: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return replay
 
 
-Decode = Callable[[Any], torch.Tensor]
-"""SGLang's ``forward_decode`` of a layer whose K and V are stored."""
-
-
-def stock_fa2(inputs: Inputs, caches: kernels.Caches) -> Decode:
+def stock_fa2(inputs: Inputs, layer: Any, caches: kernels.Caches, run: Any) -> torch.Tensor:
+    """SGLang's own decode of what is stored. ``run``: see ``kernels.fa2``."""
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-    run = kernels.fa2(inputs, FP8_DTYPE)
-    backend = SimpleNamespace(
+    backend: Any = SimpleNamespace(
         forward_metadata=SimpleNamespace(decode_wrappers=[run.__self__]),
         decode_uses_dequant_workspace=False,
         token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda _: caches),
         _get_wrapper_idx=lambda _: 0,
     )
-    return partial(_decode, FlashInferAttnBackend, backend, inputs)
-
-
-def stock_xqa(inputs: Inputs, caches: kernels.Caches) -> Decode:
-    from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
-
-    backend = kernels.page_tables(inputs)
-    backend.is_xqa_impl = True
-    backend.workspace_buffer = torch.zeros(
-        kernels.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"
-    )
-    backend._reshape_paged_kv_cache = lambda k, v, *_: (kernels.paged(k), kernels.paged(v))
-    backend.data_type, backend.q_data_type = FP8_DTYPE, torch.bfloat16
-    backend.is_nvfp4_kvcache = False
-    backend.max_context_len = inputs.load.context
-    backend.token_to_kv_pool.get_kv_buffer = lambda _: caches
-    backend._should_use_fused_fp8_path = lambda *_: False
-    backend._get_scalar_scale = TRTLLMHAAttnBackend._get_scalar_scale
-    backend._get_bmm_scales = partial(TRTLLMHAAttnBackend._get_bmm_scales, backend)
-    return partial(_decode, TRTLLMHAAttnBackend, backend, inputs)
-
-
-def _decode(backend_class: Any, backend: Any, inputs: Inputs, layer: Any) -> torch.Tensor:
     q = inputs.q_BHGD.view(-1, HEADS * GROUP * DIM)
-    batch = SimpleNamespace(out_cache_loc=None)
+    batch: Any = SimpleNamespace(out_cache_loc=None)
     layer.is_cross_attention = False
-    out: torch.Tensor = backend_class.forward_decode(
+    return FlashInferAttnBackend.forward_decode(
         backend, q, None, None, layer, batch, save_kv_cache=False
     )
-    return out

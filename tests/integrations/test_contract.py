@@ -21,8 +21,8 @@ from sgl_fp8rl.integrations.contract import (
     check_weights,
 )
 from sgl_fp8rl.integrations.updates import next_version
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge import EngineError, update

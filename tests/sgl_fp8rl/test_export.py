@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sgl_fp8rl import cli, export
 from sgl_fp8rl.engine import export as engine_export
-from sgl_fp8rl.engine import ranks, scheduler
+from sgl_fp8rl.engine import host, scheduler
 from sgl_fp8rl.engine.export import _assemble
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0
 from sgl_fp8rl.formats.weight_format import WeightFormat
@@ -22,6 +22,7 @@ from sgl_fp8rl.protocol.checkpoint_headers import INDEX
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter
 from sgl_fp8rl.weight_update.routes import Route, RouteTable
+from tests.sgl_fp8rl.weight_update.fake_host import Exchange, FakeHost
 
 MATRIX, HEAD, NORM = "model.layers.0.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"
 
@@ -219,9 +220,8 @@ def test_an_engine_names_the_whole_path_of_its_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Who asks may be in another folder."""
-    monkeypatch.setattr(scheduler, "gather_results", lambda action, what, group: [action()])
+    monkeypatch.setattr(host, "gather", lambda value, group: [value])
     monkeypatch.setattr(scheduler.export, "write", lambda *_: {"layers": []})
-    monkeypatch.setattr(scheduler, "status_of", lambda _: {})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
 
@@ -232,7 +232,7 @@ def test_an_engine_names_the_whole_path_of_its_model(
             server_args=server_args,
             tp_group=SimpleNamespace(cpu_group=None),
         )
-        weights: Any = None
+        weights: Any = SimpleNamespace(status={})
         return scheduler._export(scheduler.ControlRequest(ours, weights, {"folder": "x"}))["model"]
 
     assert named("./model") == str(tmp_path / "model")
@@ -241,9 +241,7 @@ def test_an_engine_names_the_whole_path_of_its_model(
 
 def test_what_an_engine_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each refusal and each fault is an answer: an exception would end the server."""
-    for user in (engine_export, ranks):
-        monkeypatch.setattr(user, "gather", lambda value, group: [value])
-    monkeypatch.setattr(engine_export.dist, "get_rank", lambda group: 0)
+    alone = FakeHost(0, Exchange(1), lambda _: None)
     box = ((0, 2),)
     table = RouteTable({"w": (2,)}, {"w": [Route("w", box, "p", box)]}, {"p": torch.ones(2)})
     weights: Any = SimpleNamespace(
@@ -252,7 +250,7 @@ def test_what_an_engine_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     def answer() -> Any:
         folder = tempfile.mkdtemp(dir=tmp_path)  # empty and private
-        return engine_export.write(weights, folder, None), Path(folder)  # type: ignore[arg-type]
+        return engine_export.write(weights, folder, alone), Path(folder)
 
     reply, folder = answer()
     assert reply == {"layers": [], "format": "block-fp8"}

@@ -80,7 +80,7 @@ def test_licence_travels(wheel: zipfile.ZipFile) -> None:
 
 def test_constraints_hold_names_and_versions_only() -> None:
     files = sorted((ROOT / "constraints").glob("*.txt"))
-    names = ["sglang-0.5.17.txt", "sglang-0.5.23.txt", "verl-0.9.1.txt"]
+    names = ["sglang-0.5.17.txt", "sglang-0.5.23.txt", "torch-2.13.0.txt", "verl-0.9.1.txt"]
     assert [path.name for path in files] == names
     for path in files:
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]

@@ -18,7 +18,7 @@ from tests.engine.harness import tail
 from tests.soak import resources
 from tests.soak.drive import drive
 from tests.soak.faults import FAULTS
-from tests.soak.report import record, report, table
+from tests.soak.report import report, shown
 from tests.soak.settings import SETTINGS
 from tests.soak.soak import running
 
@@ -56,24 +56,17 @@ def main() -> int:
     parser.add_argument("--device", choices=SETTINGS, default="cpu")
     parser.add_argument("--only", action="append", default=[], choices=FAULTS, help="these faults")
     parser.add_argument("--output", type=Path, help="JSON of this run")
-    parser.add_argument("--table", type=Path, nargs="+", help="run nothing; JSON of earlier runs")
-    parser.add_argument("--record", action="store_true", help="keep the table in tests/SOAK.md")
     arguments = parser.parse_args()
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server as well
-    if arguments.table:
-        reports = [json.loads(path.read_text()) for path in arguments.table]
-    else:
-        print(f"seed {arguments.seed}", file=sys.stderr)
-        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-            reports = [soak_once(arguments, Path(folder))]
-        if arguments.output:
-            arguments.output.write_text(json.dumps(reports[0]))
-    print(table(reports))
-    if arguments.record:
-        record(reports)
-    return int(any(found["result"] != "passed" for found in reports))
+    print(f"seed {arguments.seed}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        found = soak_once(arguments, Path(folder))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(found))
+    print(shown(found))
+    return int(found["result"] != "passed")
 
 
 if __name__ == "__main__":

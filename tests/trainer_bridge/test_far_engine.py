@@ -19,8 +19,8 @@ from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay_changes import SessionChanges
 from sgl_fp8rl.weight_update.relay_door import MOST_STRANGERS
 from sgl_fp8rl.weight_update.session import Session
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from trainer_bridge import packer, participant, transaction
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError

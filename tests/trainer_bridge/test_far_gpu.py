@@ -11,8 +11,8 @@ import torch
 
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.states import State
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update.fake_gpu import FakeDeviceMemory
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch

@@ -11,8 +11,8 @@ from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from tests.fuzz.decoder import to_frames
 from tests.fuzz.frames import arrived
 from tests.fuzz.relay import BUCKET, CHUNK, threadless
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, hang_up, holds, remote_engine
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.update import update

@@ -148,6 +148,7 @@ def test_names_and_values_are_those_that_transformers_saves(
     assert announced == {name: tensor.shape for name, tensor in expected.items()}
 
 
+@pytest.mark.sglang  # which brings torchvision
 @pytest.mark.parametrize("family", list(vision_models.FAMILIES))
 def test_names_of_a_vision_language_model(tmp_path: Path, family: str) -> None:
     from transformers import AutoModelForImageTextToText

@@ -24,8 +24,8 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.session import Session
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update.fake_gpu import span_of
 from tests.trainer_bridge import fake_ipc, ranks
 from trainer_bridge import placed_shards

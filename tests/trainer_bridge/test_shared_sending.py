@@ -21,8 +21,8 @@ from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import SLOTS
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update.fake_gpu import FakeDeviceMemory
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served

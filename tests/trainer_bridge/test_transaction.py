@@ -17,8 +17,8 @@ from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of, holds
 from trainer_bridge import participant, transaction
 from trainer_bridge.connections import close, connection_to

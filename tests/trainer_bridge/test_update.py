@@ -18,8 +18,8 @@ from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge import sender as sender_module
 from trainer_bridge import weights as weights_module
@@ -483,8 +483,7 @@ def fails(engine: FakeEngine, tensors: toy.Tensors, fault: str) -> None:
     with pytest.raises(EngineError, match=fault):
         update(tensors, engine, version=0)
     assert engine.ops[-1] == "end"
-    assert len(engine.outcomes) == len(engine.ranks)
-    assert not any(outcome.committed for outcome in engine.outcomes)
+    assert [reply["ended"] for reply in engine.ended] == [False] * len(engine.ranks)
 
 
 def heals(engine: FakeEngine) -> None:
@@ -569,7 +568,7 @@ def test_a_trainer_that_breaks_off_quarantines_the_engine() -> None:
             return torch.Tensor._make_subclass(cls, data)
 
         def detach(self) -> torch.Tensor:
-            if not engine.outcomes and engine.ops[-1:] != ["begin"]:
+            if not engine.ended and engine.ops[-1:] != ["begin"]:
                 return super().detach()
             raise RuntimeError("out of memory")
 

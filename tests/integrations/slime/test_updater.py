@@ -17,8 +17,8 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
 from tests.integrations.slime import frameworks
 from tests.integrations.slime.frameworks import from_first_rank, options
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 

@@ -12,8 +12,8 @@ from sgl_fp8rl.integrations.trl import attach
 from tests.engine import models
 from tests.integrations.trl import conftest
 from tests.integrations.trl.conftest import Make
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -70,6 +70,7 @@ def test_without_sglang_the_engine_checks_are_skipped(monkeypatch: pytest.Monkey
     ]
 
 
+@pytest.mark.sglang
 def test_a_plugin_that_refuses_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> Iterator[Check]:
         sys.exit("sgl-fp8rl cannot start: reason")
@@ -80,6 +81,7 @@ def test_a_plugin_that_refuses_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> 
     assert check.status == "fail" and "sgl-fp8rl cannot start: reason" in check.message
 
 
+@pytest.mark.sglang
 def test_this_installation_is_well(tmp_path: Path) -> None:
     """The console command itself, with the real SGLang where there is one."""
     doctor_ = [sys.executable, "-m", "sgl_fp8rl.cli", "doctor", "--json"]

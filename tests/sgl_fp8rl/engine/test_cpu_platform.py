@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import get_masked_input_and_mask
@@ -14,6 +16,7 @@ print(rows.tolist(), outside.tolist())
 """
 
 
+@pytest.mark.sglang
 def test_compiled_functions_need_no_compiler(tmp_path: Path) -> None:
     """Of two ranks, the second looks up its half of the vocabulary."""
     environment = {

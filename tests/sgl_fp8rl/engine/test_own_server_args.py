@@ -31,6 +31,7 @@ print("resolved", server_args.quantization)
 """
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("load_plugins", ["first", "never"])
 def test_plugins_come_before_server_args(load_plugins: str, tmp_path: Path) -> None:
     """SGLang verifies the name before it calls anything that a plugin could have registered."""

@@ -109,7 +109,7 @@ class Engine:
         policy = check_policy(message["run"], message["version"])
         futures = self.on_ranks(
             lambda rank: self.module.update_steps._prepare(
-                self.ranks[rank], policy, message, self.groups[rank]
+                self.module.SchedulerHost(self.schedulers[rank]), self.ranks[rank], policy, message
             )
         )
         errors = [future.exception(TIMEOUT_S) for future in futures]
@@ -122,7 +122,7 @@ class Engine:
 
         def begin(rank: int) -> Any:
             request = self.module.ControlRequest(self.schedulers[rank], self.ranks[rank], message)
-            return self.module._answer(self.module._begin(request))
+            return self.module.answer(self.module._begin(request))
 
         return self.on_ranks(begin)
 
@@ -142,18 +142,17 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The scheduler's hooks, with threads in the place of a process group."""
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.engine import ranks, scheduler, update_steps
+    from sgl_fp8rl.engine import host, scheduler
 
-    for user in (ranks, update_steps):
-        monkeypatch.setattr(user, "gather", lambda value, group: group.gather(value))
-    monkeypatch.setattr(update_steps.dist, "get_rank", lambda group: group.rank)
-    monkeypatch.setattr(scheduler.compat, "sock_send", lambda rpc, message: rpc.put(message))
+    monkeypatch.setattr(host, "gather", lambda value, group: group.gather(value))
+    monkeypatch.setattr(host.dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(host.compat, "sock_send", lambda rpc, message: rpc.put(message))
 
     def retract(rank: FakeScheduler) -> bool:
         rank.retracted += 1
         return rank.retracts
 
-    monkeypatch.setattr(update_steps, "retract", retract)
+    monkeypatch.setattr(host, "retract", retract)
     return scheduler
 
 
@@ -480,7 +479,7 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
     assert set(first.by_format()["block-fp8"]) < set(toy.FP8_NAMES)
 
     answers = engine.on_ranks(
-        lambda rank: engine.module.sources(engine.ranks[rank].table, engine.groups[rank])
+        lambda rank: engine.module.sources(engine.ranks[rank].table, engine.groups[rank].gather)
     )
     for answer in answers:
         assert answer.result(TIMEOUT_S) == {
@@ -490,7 +489,7 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
 
 
 def test_the_layout_before_routes_are_known(dummy: Engine) -> None:
-    answers = dummy.on_ranks(lambda rank: dummy.module.sources(None, dummy.groups[rank]))
+    answers = dummy.on_ranks(lambda rank: dummy.module.sources(None, dummy.groups[rank].gather))
     empty = {"fp32": None, "formats": {}}
     assert [answer.result(TIMEOUT_S) for answer in answers] == [empty] * TP
 
@@ -897,7 +896,6 @@ def test_what_fails_on_one_rank_is_answered(
 
     monkeypatch.setattr(engine.module.routed_experts, "layout", lambda model: None)
     monkeypatch.setattr(owner, name, fail)
-    monkeypatch.setattr(engine.module.export, "gather", lambda value, group: group.gather(value))
     for scheduler, weights in zip(engine.schedulers, engine.ranks, strict=True):
         weights.kv = KVScales(1, Heads(1, 0, 1), "engine", "cpu")
         scheduler.server_args = SimpleNamespace(model_path="a model", revision=None)

@@ -168,13 +168,15 @@ def test_no_home_folder_is_no_reason_to_fail(
         FILES.path(MACHINE, "~/.cache")
 
 
-def test_the_tables_of_the_package_are_whole() -> None:
-    """A plain one, which no start must build anything for, and one with FlashInfer's kernel."""
+def test_the_tables_of_the_package_are_whole(tmp_path: Path) -> None:
+    """One which no start must build anything for, one with FlashInfer's kernel, each as written."""
     files = {path.stem: FILES.read(path) for path in table.SHIPPED.glob("*.json")}
     assert set(files) == {"nvidia-h200", "nvidia-h200-flashinfer"}
     shapes = set()
     for name, (machine, found) in files.items():
         assert machine.slug == "nvidia-h200"
+        FILES.save(tmp_path / name, machine, found)
+        assert (tmp_path / name).read_text() == (table.SHIPPED / f"{name}.json").read_text()
         shapes.add(frozenset(found))
         kernels = {entry.kernel for entries in found.values() for entry in entries}
         assert (FLASHINFER in kernels) is name.endswith("-flashinfer")

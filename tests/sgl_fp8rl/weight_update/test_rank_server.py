@@ -20,9 +20,9 @@ from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.weight_update import rank_server as rank_server_module
-from sgl_fp8rl.weight_update.rank_server import RankSocket, heard_at
+from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, heard_at, serve
+from sgl_fp8rl.weight_update.session import Session
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
-from tests.sgl_fp8rl.engine.fake_engine import TOKEN, RankThread
 from tests.sgl_fp8rl.protocol.test_framing import descriptors
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.test_shared_memory import sealed
@@ -31,6 +31,49 @@ SHAPES: toy.Shapes = {"w": (256, 128), "n": (64,)}
 BUCKET = 1 << 17
 AT = {"w": 0, "n": 65536}
 """Byte offsets in the bucket: ``w`` is chunk 0 and fills a half, ``n`` is chunk 1."""
+
+
+TOKEN = "the session's token"
+JOIN_S = 60.0
+
+
+class RankThread:
+    """Serves one session on one rank, as the scheduler's main thread does."""
+
+    def __init__(
+        self, session: Session, rank: int = 0, silence_s: float = 30.0, is_one_of: int = 1
+    ) -> None:
+        self.socket = RankSocket(rank)
+        self.path = str(self.socket.path)
+        self.peer: Any = None
+        self._session, self._silence_s, self._is_one_of = session, silence_s, is_one_of
+        self._outcome: Outcome | None = None
+        self.fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome, self.peer = serve(
+                self.socket, self._session, TOKEN, self._silence_s, self._is_one_of
+            )
+        except BaseException as fault:  # kept for the test: it would have ended the server
+            self.fault = fault
+            raise
+        finally:
+            self.socket.close()
+
+    def outcome(self) -> Outcome:
+        """How the session ended.
+
+        Raises:
+            AssertionError: it did not end, or let an exception through.
+        """
+        self._thread.join(JOIN_S)
+        assert not self._thread.is_alive(), "serve() hangs"
+        assert self.fault is None, f"serve() let {self.fault!r} through"
+        assert self._outcome is not None
+        return self._outcome
 
 
 class Trainer:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from sgl_fp8rl.engine import update_steps
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.weight_update import update_steps
 from sgl_fp8rl.weight_update.rank_server import Outcome
+from tests.sgl_fp8rl.weight_update.fake_host import Exchange, FakeHost
 
 CLEAN = Outcome(False, "aborted", dirty=False)
 CHANGED = Outcome(False, "aborted", dirty=True, goes_back=True)
@@ -19,6 +20,9 @@ COMMITTED = Outcome(True, "", dirty=True)
 
 class Rank:
     """What ``update_steps`` drives, and what it did."""
+
+    why_not_generate = "quarantined"
+    status: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self.did: list[str] = []
@@ -64,17 +68,14 @@ def test_all_ranks_go_back_or_none(
     undo: Callable[[], None],
     error_of_other: str | None,
     did: list[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def gathered(value: Any, group: object) -> list[Any]:
-        return [value, other if isinstance(value, Outcome) else error_of_other]
+    class Host(FakeHost):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, other if isinstance(value, Outcome) else error_of_other]
 
-    for name in ("refuse_waiting", "reply", "_after_commit"):
-        monkeypatch.setattr(update_steps, name, lambda *_: None)
-    for name in ("status_of", "refusal"):
-        monkeypatch.setattr(update_steps, name, lambda _: {})
-    monkeypatch.setattr(update_steps, "gather", gathered)
     rank: Any = Rank(undo)
-    scheduler = SimpleNamespace(tp_group=SimpleNamespace(cpu_group=None))
-    update_steps._end(scheduler, rank, Policy("r", 1), "t", mine, None)
+    host = Host(0, Exchange(1), lambda _: None)
+    reply = update_steps._end(host, rank, Policy("r", 1), "t", mine, None)
     assert rank.did == did
+    assert reply["ended"] == bool(host.policies) == ("commit" in did)
+    assert bool(host.refused) == any(word.startswith("quarantine") for word in did)

@@ -15,6 +15,8 @@ from sgl_fp8rl.weight_update.routes import RouteError, RouteTable
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Gather = Callable[[Any], list[Any]]
+"""Takes this rank's value and returns those of all, in rank order; every rank calls it."""
 ROOM = 4096
 """Bytes of a pickled value that ranks exchange in one collective; longer ones take two."""
 
@@ -33,13 +35,13 @@ def attempted(action: Callable[[], T], what: str) -> tuple[T | None, str | None]
     return None, str(fault) or type(fault).__name__
 
 
-def gather_results(action: Callable[[], T], what: str, group: dist.ProcessGroup) -> list[T]:
-    """What ``action`` returns on every rank of the tensor-parallel group, in rank order.
+def gather_results(action: Callable[[], T], what: str, gather: Gather) -> list[T]:
+    """What ``action`` returns on every rank, in rank order.
 
     Raises:
         ManifestError: on all ranks, where it failed on one: none waits for what does not come.
     """
-    ranks = gather(attempted(action, what), group)
+    ranks = gather(attempted(action, what))
     for _, error in ranks:
         if error is not None:
             raise ManifestError(error)
@@ -47,7 +49,7 @@ def gather_results(action: Callable[[], T], what: str, group: dist.ProcessGroup)
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The value of every rank of the tensor-parallel group, in rank order.
+    """The value of every rank of a group, in rank order.
 
     Half as many collectives as ``all_gather_object``, which sends sizes first: each is a round trip
     over sockets, and updates wait for several.
@@ -77,9 +79,9 @@ def _all_gather(mine: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]
     return [each.numpy().tobytes() for each in received]
 
 
-def sources(table: RouteTable | None, group: dist.ProcessGroup) -> dict[str, Any]:
+def sources(table: RouteTable | None, gather: Gather) -> dict[str, Any]:
     """How the ranks keep HF tensors, merged: with expert parallelism each has other experts."""
-    ranks = [names for names in gather(table.names if table else None, group) if names is not None]
+    ranks = [names for names in gather(table.names if table else None) if names is not None]
     if not ranks:
         return {"fp32": None, "formats": {}}
     formats: dict[str, set[str]] = {}

@@ -9,26 +9,25 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from sgl_fp8rl.engine.ranks import gather_results
 from sgl_fp8rl.formats import BLOCKS, QUANTIZED
 from sgl_fp8rl.ops.regions import Region, view
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.ranks import Gather, gather_results
 from sgl_fp8rl.weight_update.routes import RouteTable
 
 Boxes = dict[str, dict[Region, list[int]]]
 """By HF tensor and box of it: the sums of what a rank holds there."""
 
 
-def read(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
+def read(weights: EngineWeights, gather: Gather) -> dict[str, Any]:
     """The sums of the committed weights, over all ranks."""
     if weights.table is None or weights.state is not State.SERVING:
         return {"error": "no complete set of weights is committed; update the engine first"}
     boxes: dict[str, dict[Region, list[int]]] = defaultdict(dict)
-    for rank in gather_results(partial(_boxes, weights.table), "summing codes", group):
+    for rank in gather_results(partial(_boxes, weights.table), "summing codes", gather):
         for name, found in rank.items():
             boxes[name].update(found)  # several ranks may hold the same box
     sums: Sums = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-from sgl_fp8rl.engine import code_sums
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update import code_sums
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests import oracle
 from tests.sgl_fp8rl.weight_update import toy
@@ -21,21 +21,18 @@ def updated(tp: int, tensors: toy.Tensors) -> list[EngineWeights]:
     return ranks
 
 
-def read(ranks: list[EngineWeights], monkeypatch: pytest.MonkeyPatch) -> Any:
+def read(ranks: list[EngineWeights]) -> Any:
     """The reply of the first rank."""
-    group: Any = None
-    with monkeypatch.context() as patch:
-        boxes: list[Any] = []
+    said: list[Any] = []
 
-        def gather(read: Any, what: str, group: Any) -> list[Any]:
-            boxes.append(read())
-            return boxes[-1:]
+    def collect(value: Any) -> list[Any]:
+        said.append(value)
+        return [value]
 
-        patch.setattr(code_sums, "gather_results", gather)
-        for weights in ranks:
-            code_sums.read(weights, group)
-        patch.setattr(code_sums, "gather_results", lambda read, what, group: boxes)
-        return code_sums.read(ranks[0], group)
+    for weights in ranks:
+        code_sums.read(weights, collect)
+    of_all = list(said)
+    return code_sums.read(ranks[0], lambda value: of_all)
 
 
 def expected(tensors: toy.Tensors) -> dict[str, list[int]]:
@@ -48,19 +45,19 @@ def expected(tensors: toy.Tensors) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_sums_are_those_of_whole_tensors(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_those_of_whole_tensors(tp: int) -> None:
     tensors = toy.checkpoint()
     ranks = updated(tp, tensors)
-    assert read(ranks, monkeypatch) == {"sums": expected(tensors)}
+    assert read(ranks) == {"sums": expected(tensors)}
     # controls: another policy, and one code
-    assert read(updated(tp, toy.checkpoint(1)), monkeypatch) != {"sums": expected(tensors)}
+    assert read(updated(tp, toy.checkpoint(1))) != {"sums": expected(tensors)}
     dict(ranks[-1].model.named_parameters())["attn.o.weight"].view(-1).view(toy.torch.uint8)[0] ^= 1
-    found = read(ranks, monkeypatch)["sums"]
+    found = read(ranks)["sums"]
     odd = [name for name, sums in expected(tensors).items() if found[name] != sums]
     assert odd == ["attn.o.weight"]
 
 
-def test_an_engine_that_serves_nothing_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_serves_nothing_has_none() -> None:
     (weights,) = updated(1, toy.checkpoint())
     weights.state = State.QUARANTINED
-    assert "update the engine" in read([weights], monkeypatch)["error"]
+    assert "update the engine" in read([weights])["error"]

@@ -1,27 +1,19 @@
 """An update on one rank, from ``begin`` to commit or quarantine, as the ranks decide together."""
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine.attached import status_of
-from sgl_fp8rl.engine.embedding_cache import forget_embeddings
-from sgl_fp8rl.engine.guards import refusal
-from sgl_fp8rl.engine.ranks import attempted, gather
-from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.kv_cache.incoming_scales import names_in
 from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, wrong_names
 from sgl_fp8rl.protocol.policy import Policy, check_policy
-from sgl_fp8rl.protocol.states import FINISH, RETRACT
+from sgl_fp8rl.protocol.states import RETRACT
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.host import Host
 from sgl_fp8rl.weight_update.rank_server import (
     LONGEST_NAME,
     Outcome,
@@ -30,55 +22,48 @@ from sgl_fp8rl.weight_update.rank_server import (
     reply,
     serve,
 )
+from sgl_fp8rl.weight_update.ranks import Gather, attempted
 
 PAUSED = (
     "generation is paused, so requests in flight cannot end; continue_generation first, or "
     "update with in_flight='retract'"
 )
-NO_RETRACTION = (
-    "in_flight='retract' cannot reset the KV cache of an engine with --enable-hierarchical-cache, "
-    "which still copies it to host memory; update with in_flight='finish' or 'abort'"
-)
 Reply = dict[str, Any]
 
 
-def run(
-    scheduler: Any, weights: EngineWeights, message: dict[str, Any], tell: Callable[[Reply], None]
-) -> Reply:
+def run(host: Host, weights: EngineWeights, message: dict[str, Any]) -> Reply:
     """Take an update from ``begin`` to its end, and return what is answered then.
 
-    Args:
-        tell: sends a reply before that, once the session is open.
+    Once the session is open, ``host`` tells its sockets.
     """
-    group = scheduler.tp_group.cpu_group
     try:
         policy = check_policy(message.get("run"), message.get("version"))
         transaction = _transaction(message)
-        if message.get("retry") and _has_committed(scheduler, weights, transaction, policy):
+        if message.get("retry") and _has_committed(host, weights, transaction, policy):
             return {"committed": True}
-        if message.get("in_flight") == RETRACT and scheduler.enable_hierarchical_cache:
-            raise ManifestError(NO_RETRACTION)
-        fingerprint = _prepare(weights, policy, message, group)
+        if message.get("in_flight") == RETRACT and (why := host.why_not_retract()) is not None:
+            raise ManifestError(why)
+        fingerprint = _prepare(host, weights, policy, message)
     except ManifestError as error:
         return {"error": str(error)}
-    rank_socket, ranks = _listen(scheduler, weights, fingerprint, message)
+    rank_socket, ranks = _listen(host, weights, fingerprint, message)
     if rank_socket is None:
         errors = [rank.error for rank in ranks if rank.error is not None]
         if not all(rank.knows for rank in ranks):
             return {"unknown": True}
         return {"error": errors[0]} if errors else {"busy": True}
     try:
-        if message.get("in_flight") == RETRACT and not all(gather(retract(scheduler), group)):
+        if message.get("in_flight") == RETRACT and not all(host.gather(host.retract())):
             return {"busy": True}
         session = weights.begin(fingerprint, policy)
-        tell({"sockets": [rank.path for rank in ranks]})
+        host.tell({"sockets": [rank.path for rank in ranks]})
         silence_s = weights.options.session_timeout_s
         engines = message.get("engines")
         is_one_of = engines if type(engines) is int else 1
         outcome, peer = serve(rank_socket, session, message["token"], silence_s, is_one_of)
     finally:
         rank_socket.close()
-    return _end(scheduler, weights, policy, transaction, outcome, peer)
+    return _end(host, weights, policy, transaction, outcome, peer)
 
 
 def _transaction(message: dict[str, Any]) -> str:
@@ -95,22 +80,18 @@ def _transaction(message: dict[str, Any]) -> str:
     return name
 
 
-def _has_committed(
-    scheduler: Any, weights: EngineWeights, transaction: str, policy: Policy
-) -> bool:
+def _has_committed(host: Host, weights: EngineWeights, transaction: str, policy: Policy) -> bool:
     """Whether this engine has what its trainer decided to commit, also where it was not told."""
     if weights.committed_by(transaction, policy):
         return True
-    if not all(gather(weights.is_in_doubt(transaction, policy), scheduler.tp_group.cpu_group)):
+    if not all(host.gather(weights.is_in_doubt(transaction, policy))):
         return False
     weights.settle()
-    _after_commit(scheduler, policy)
+    host.committed(policy)
     return True
 
 
-def _prepare(
-    weights: EngineWeights, policy: Policy, message: dict[str, Any], group: dist.ProcessGroup
-) -> str:
+def _prepare(host: Host, weights: EngineWeights, policy: Policy, message: dict[str, Any]) -> str:
     """Check an update against this engine and return the fingerprint of its manifest.
 
     Every rank takes the same way through here, since ranks know the same manifests.
@@ -134,9 +115,9 @@ def _prepare(
         return manifest
     if manifest is not None:
         _, error = attempted(partial(weights.accept, manifest), f"an update to {policy}")
-    errors = [e for e in gather(error, group) if e is not None]
+    errors = [e for e in host.gather(error) if e is not None]
     if not errors and manifest is not None:
-        errors = _unrouted(weights, group, manifest.streamed)
+        errors = _unrouted(host, weights, manifest.streamed)
     if errors or manifest is None:
         if manifest is not None:
             weights.forget(manifest.fingerprint)
@@ -160,10 +141,10 @@ def _check_kv_scales(weights: EngineWeights, manifest: Manifest) -> None:
         )
 
 
-def _unrouted(weights: EngineWeights, group: dist.ProcessGroup, streamed: bool) -> list[str]:
+def _unrouted(host: Host, weights: EngineWeights, streamed: bool) -> list[str]:
     """Names that no rank keeps: known of a checkpoint, unknown in a first update."""
     assert weights.table is not None
-    unrouted = skipped_by_all(weights, group) - weights.table.skipped
+    unrouted = skipped_by_all(weights, host.gather) - weights.table.skipped
     if streamed:  # its names are those of a checkpoint, and need not come
         weights.table.skipped |= unrouted
         return []
@@ -172,12 +153,12 @@ def _unrouted(weights: EngineWeights, group: dist.ProcessGroup, streamed: bool) 
     return [wrong_names(unknown=unrouted)]
 
 
-def skipped_by_all(weights: EngineWeights, group: dist.ProcessGroup) -> set[str]:
+def skipped_by_all(weights: EngineWeights, gather: Gather) -> set[str]:
     """The HF tensors that have a route, or need the loader, on no rank."""
     table = weights.table
     assert table is not None
     mine = {n for n, routes in table.routes.items() if not routes and n not in table.fallback}
-    return set.intersection(*gather(mine, group))
+    return set.intersection(*gather(mine))
 
 
 @dataclass(frozen=True)
@@ -192,33 +173,27 @@ class _Ready:
 
 
 def _listen(
-    scheduler: Any, weights: EngineWeights, fingerprint: str, message: dict[str, Any]
+    host: Host, weights: EngineWeights, fingerprint: str, message: dict[str, Any]
 ) -> tuple[RankSocket | None, list[_Ready]]:
     """Open this rank's socket if every rank can begin, and say what each of them can."""
-    group, in_flight = scheduler.tp_group.cpu_group, message.get("in_flight")
-    # what retracts is idle when it must be: nothing is disturbed before all is ready to begin
-    idle = in_flight == RETRACT or (
-        # on all ranks or none, so it does not depend on what this one has
-        scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
-    )
+    in_flight = str(message.get("in_flight"))
+    # what retracts is idle when it must be: nothing is disturbed before all is ready to begin;
+    # on all ranks or none, so it does not depend on what this one has
+    idle = in_flight == RETRACT or host.make_idle()
     # a copy of weights may be made after the start
-    rank_socket, failure = None, compat.derived_weight_error(weights.model) if idle else None
+    rank_socket, failure = None, host.why_not_written(weights.model) if idle else None
     if failure is None and idle:
         try:
-            rank_socket = RankSocket(dist.get_rank(group))
+            rank_socket = RankSocket(host.rank)
         except OSError as error:
             failure = (
                 f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
             )
-    elif failure is None and (
-        # as the main process has it: a user's continue_generation may still be on its way to here
-        message.get("paused") is True
-        and scheduler._engine_paused
-        and (in_flight == FINISH or outlasts_abort(scheduler))
-    ):
+    # as the main process has it: a user's continue_generation may still be on its way to here
+    elif failure is None and message.get("paused") is True and host.holds_requests(in_flight):
         failure = PAUSED
     path = str(rank_socket.path) if rank_socket is not None else ""
-    ranks = gather(_Ready(weights.knows(fingerprint), failure, bool(idle), path), group)
+    ranks = host.gather(_Ready(weights.knows(fingerprint), failure, idle, path))
     begins = all(rank.knows and rank.idle and rank.error is None for rank in ranks)
     if rank_socket is not None and not begins:
         rank_socket.close()
@@ -227,7 +202,7 @@ def _listen(
 
 
 def _end(
-    scheduler: Any,
+    host: Host,
     weights: EngineWeights,
     policy: Policy,
     transaction: str,
@@ -235,43 +210,33 @@ def _end(
     peer: socket.socket | None,
 ) -> Reply:
     """Commit, quarantine or go on, as the ranks decide together, and tell the trainer."""
-    group = scheduler.tp_group.cpu_group
-    outcomes = gather(outcome, group)
+    outcomes = host.gather(outcome)
     failed = next((o for o in outcomes if not o.committed), None)
     if failed is None or committed(outcomes):
         weights.commit(transaction)
         if peer is None:
             weights.memory.close()  # its trainer is gone
-        _after_commit(scheduler, policy)
+        host.committed(policy)
         reply(peer, {"ok": True})
-        return {"ended": True, "failure": None, **status_of(weights)}
-    if any(o.dirty for o in outcomes) and not _undone(weights, outcomes, group):
+        return {"ended": True, "failure": None, **weights.status}
+    if any(o.dirty for o in outcomes) and not _undone(host, weights, outcomes):
         voted_for = transaction if all(o.voted for o in outcomes) else ""
         weights.quarantine(
             f"the update to version {policy.version} failed: {failed.reason}; a complete update "
             f"to this version or a newer one heals the engine",
             voted_for,
         )
-        refuse_waiting(scheduler, *refusal(weights))
+        host.refuse_waiting(weights.why_not_generate)
     else:
         weights.resume()
     reply(peer, {"error": failed.reason})
-    return {"ended": False, "failure": failed.reason, **status_of(weights)}
+    return {"ended": False, "failure": failed.reason, **weights.status}
 
 
-def _undone(weights: EngineWeights, outcomes: list[Outcome], group: dist.ProcessGroup) -> bool:
+def _undone(host: Host, weights: EngineWeights, outcomes: list[Outcome]) -> bool:
     """Go back to the version before on every rank, if each can."""
     if not all(o.goes_back or not o.dirty for o in outcomes):
         return False
     assert weights.session is not None
     _, error = attempted(weights.session.undo, "undoing an update")
-    return all(each is None for each in gather(error, group))
-
-
-def _after_commit(scheduler: Any, policy: Policy) -> None:
-    """Set the ``weight_version`` of SGLang's own replies, which 0.5.17 keeps in the main process,
-    and forget what the weights before had made."""
-    forget_embeddings()
-    record = getattr(scheduler, "record_weight_version_change", None)
-    if record is not None:
-        record(str(policy.version))
+    return all(each is None for each in host.gather(error))

@@ -1,0 +1,29 @@
+"""Caps of sizes: what is beyond one is named, and no cap rises by itself."""
+
+from pathlib import Path
+
+from tests import sizes
+
+
+def test_lines_words_and_the_largest_file_are_counted(tmp_path: Path) -> None:
+    for name in (*sizes.CODE, sizes.PAGES):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "a.py").write_text("one\n\nthree")
+        (tmp_path / name / "inner" / "b.py").write_text("one\n")
+        (tmp_path / name / "inner" / "page.md").write_text("two words\n")
+    assert sizes.sizes(tmp_path) == {**dict.fromkeys(sizes.CODE, 4), sizes.PAGES: 2}
+    rows = [line.split() for line in sizes.table(tmp_path).splitlines()]
+    assert ["tests", "2", "4", "2", "3", "a.py"] in rows
+    assert ["tests/inner", "1", "1", "1", "1", "b.py"] in rows
+
+
+def test_what_is_beyond_its_cap_is_named() -> None:
+    caps = {"tests": 10, "docs": 10}
+    assert list(sizes.beyond(caps, caps)) == []
+    (sentence,) = sizes.beyond({"tests": 9, "docs": 1012}, caps)
+    assert sentence.startswith("docs/ has 1,012 words, 1,002 more than its cap")
+
+
+def test_caps_only_fall() -> None:
+    now, caps = {"tests": 9, "docs": 11}, {"tests": 10, "docs": 10}
+    assert sizes.lowered(now, caps) == {"tests": 9, "docs": 10}
