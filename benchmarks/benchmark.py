@@ -13,33 +13,21 @@ from typing import Any, Literal
 BENCHMARKS = {
     "update": "benchmarks.update:BENCHMARK",
     "sharded": "benchmarks.sharded:BENCHMARK",
-    "links": "benchmarks.links:BENCHMARK",
-    "far_ranks": "benchmarks.far_ranks:BENCHMARK",
-    "chain": "benchmarks.chain:BENCHMARK",
-    "flips": "benchmarks.flips:BENCHMARK",
-    "delta": "benchmarks.delta:BENCHMARK",
     "start": "benchmarks.start:BENCHMARK",
     "rollout": "benchmarks.rollout:DENSE",
     "rollout_moe": "benchmarks.rollout:MOE",
     "rollout_two_gpus": "benchmarks.rollout:ON_TWO_GPUS",
-    "ragged": "benchmarks.ragged:BENCHMARK",
     "long_tail": "benchmarks.long_tail:BENCHMARK",
     "multi_turn": "benchmarks.multi_turn:BENCHMARK",
     "decode_profile": "benchmarks.decode_profile:DENSE",
     "decode_profile_moe": "benchmarks.decode_profile:MOE",
-    "kv": "benchmarks.kv.cases:BENCHMARK",
+    "kv_attention": "benchmarks.kv.attention:BENCHMARK",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
     "kv_decode": "benchmarks.kv.decode:BENCHMARK",
-    "kv_causes": "benchmarks.kv.causes:BENCHMARK",
     "formats": "benchmarks.formats:BENCHMARK",
-    "rounded_scales": "benchmarks.rounded_scales:BENCHMARK",
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
-    "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
     "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",
     "fp8_mismatch": "benchmarks.fp8_mismatch:BENCHMARK",
-    "correction": "benchmarks.correction:CPU",
-    "correction_gpu": "benchmarks.correction:GPU",
-    "alarms": "benchmarks.alarms.faults:BENCHMARK",
 }
 """Module and attribute of each benchmark; the name is also that of its result file."""
 
@@ -57,8 +45,6 @@ class Option:
     type: Callable[[str], Any] = int
     tries_out: bool = False
     """Whether figures under it are not those of the whole model, and need another ``--output``."""
-    in_command: bool = True
-    """Whether it is in the recorded command: not where the rows' ``model`` tells it."""
 
 
 LAYERS = Option("layers", "fewer decoder layers, to try the benchmark out", tries_out=True)

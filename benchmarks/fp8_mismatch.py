@@ -19,12 +19,13 @@ import trainer_bridge
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines.models import MODELS
 from benchmarks.fp8_forward import TINY, trainer_of
-from benchmarks.parity.arms import ALL_BF16
 from trainer_bridge.connections import connection_to
 
 PROMPTS, LENGTH = 16, 64
 NEW_TOKENS = 128
 VOCAB = 32768
+ALL_BF16 = "re:.*"
+"""Pattern of layers that stay BF16: every one."""
 LEARNING_RATE = 1e-3
 """Of SGD, whose gradients are of a random model's own samples; most codes stay as they are."""
 FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}

@@ -6,10 +6,10 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 POLL_S = 0.1
 LOG_LINES = 40
@@ -50,21 +50,35 @@ def run(
         output: where the process writes its JSON.
         log: where its standard output and error go.
     """
+    deadline = time.monotonic() + limit_s
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=dict(environ), cwd=cwd, start_new_session=True
-        )
+        status = finish(command, out, environ, cwd, lambda: time.monotonic() > deadline)
+    text = log.read_text(errors="replace")
+    if status == 0 and output.exists():
+        return Outcome(json.loads(output.read_text()), None, text)
+    how = f"did not end within {limit_s:.0f} s" if status is None else _how(status)
+    return Outcome(None, f"{how}: {exception_in(text) or 'its log names no exception'}", text)
+
+
+def finish(
+    command: Sequence[str],
+    out: BinaryIO,
+    environ: Mapping[str, str],
+    cwd: Path,
+    is_over: Callable[[], bool],
+) -> int | None:
+    """Run ``command`` until it ends or ``is_over``, and end what it left behind; returns its exit
+    status, or None where it had not ended."""
+    process = subprocess.Popen(
+        command, stdout=out, stderr=out, env=dict(environ), cwd=cwd, start_new_session=True
+    )
     try:
-        ended = _wait(process.pid, limit_s)
+        has_ended = _wait(process.pid, is_over)
     finally:
         # its leader is not reaped yet, so the group is still the one that was started here
         os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
-    text = log.read_text(errors="replace")
-    if ended and status == 0 and output.exists():
-        return Outcome(json.loads(output.read_text()), None, text)
-    how = _how(status) if ended else f"did not end within {limit_s:.0f} s"
-    return Outcome(None, f"{how}: {exception_in(text) or 'its log names no exception'}", text)
+    return status if has_ended else None
 
 
 def engine_environment(stock: bool, changes: Mapping[str, str | None]) -> dict[str, str]:
@@ -89,11 +103,10 @@ def exception_in(log: str) -> str | None:
     return (found[0] if crash else found[-1]) if found else None
 
 
-def _wait(pid: int, limit_s: float) -> bool:
+def _wait(pid: int, is_over: Callable[[], bool]) -> bool:
     """Whether the process ended in time; it is left unreaped."""
-    deadline = time.monotonic() + limit_s
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if time.monotonic() > deadline:
+        if is_over():
             return False
         time.sleep(POLL_S)
     return True

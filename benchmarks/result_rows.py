@@ -29,17 +29,7 @@ UNITS = {
     "_s": "s",
 }
 """By the end of a metric's name; the first that fits."""
-NATS = {
-    "kv_kl",
-    "logprob_bias",
-    "logprob_error",
-    "logprob_error_decode",
-    "logprob_abs_diff_mean",
-    "mismatch_kl_k1",
-    "mismatch_kl_k3",
-    "precision_kl",
-    "rollout_nll",
-}
+NATS = {"logprob_abs_diff_mean", "mismatch_kl_k3"}
 
 
 def rows_of(measurements: Sequence[Measurement]) -> list[Row]:

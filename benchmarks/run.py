@@ -83,7 +83,7 @@ def command(name: str, benchmark: Benchmark, options: argparse.Namespace) -> str
     words = [f"python -m benchmarks.run {name}"]
     for option in benchmark.options:
         value = getattr(options, option.name)
-        if value != option.default and option.in_command:
+        if value != option.default:
             words.append(f"{_flag(option)} {value}")
     return " ".join(words)
 

@@ -60,17 +60,14 @@ class Suite:
 FAST = ("-m", "not engine and not gpu")
 ENGINE = ("--verbose", "-m", "engine and not full and not gpu")
 ALL_ENGINE = ("--verbose", "-m", "engine and not gpu")
-# Whole runs of the learning studies take minutes each, and what they learn by is not SGLang's.
+# Whole runs of learning take minutes each, and what they learn by is not SGLang's.
 ON_OLDEST_ALONE = (
-    "--deselect=tests/benchmarks/test_parity_engine.py::test_two_arms_with_a_kill_between",
-    "--deselect=tests/benchmarks/test_parity_doses_engine.py::test_each_arm_runs",
-    "--deselect=tests/benchmarks/test_parity_doses_engine.py::test_a_controller_restarts_its_engine",
+    "--deselect=tests/benchmarks/test_learning_engine.py::test_two_arms_with_a_kill_between",
 )
 # `make test` loads one family of each kind on the oldest version, and on the newest one whose
 # loading it changed. What else the newest leaves to `make test-full`: retraction resets the cache
 # where the oldest could not, precision computes without SGLang, and trainers of TRL and Megatron,
 # as the contract of adapters, do not see SGLang.
-# What the study of doses needs of SGLang, other tests need as well.
 # An export is read by SGLang's own loader, in `make test-full` by that of both versions. No version
 # matters to how layouts are refused, to what a folder or NIXL brings, and to how the ranks of
 # an fp8_forward trainer share weights.
@@ -91,7 +88,6 @@ NOT_ON_NEWEST = (
     "--ignore=tests/examples/test_megatron.py",
     "--ignore=tests/integrations/slime/test_engine.py",
     "--ignore=tests/integrations/trl/test_engine.py",
-    "--ignore=tests/benchmarks/test_parity_doses_engine.py",
     "--deselect=tests/engine/test_framework.py::test_what_updates_cannot_reach_does_not_start",
     "--deselect=tests/engine/test_fp8_forward.py::test_a_sharded_trainer",
     f"{COMMAND}[launch_server]",

@@ -63,8 +63,6 @@ BLOCK_FP8: Keywords = {
         }
     ),
 }
-# SGLang quantizes the BF16 weights that it loads: FP8 with a scale for each row
-ONLINE_FP8: Keywords = {"quantization": "fp8"}
 OURS: Keywords = {"quantization": "fp8rl", "fp8rl_bucket_bytes": 256 << 20}
 # no attention backend is named: the plugin chooses what serves an FP8 KV cache
 OURS_KV8: Keywords = {**OURS, **KV8}
@@ -77,11 +75,6 @@ OURS_BF16: Keywords = {**OURS, "fp8rl_ignored_layers": ALL_LAYERS}
 def is_stock(keywords: Keywords) -> bool:
     """Whether SGLang runs as it is, without our quantization."""
     return keywords.get("quantization") != "fp8rl"
-
-
-def quantizes_itself(keywords: Keywords) -> bool:
-    """Whether stock SGLang makes its codes of what it loads, and cannot be sent others."""
-    return keywords.get("quantization") == "fp8" and "json_model_override_args" not in keywords
 
 
 def kv_format(keywords: Keywords) -> str:

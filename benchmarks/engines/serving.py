@@ -11,12 +11,11 @@ import torch
 
 from benchmarks import measuring
 from benchmarks.benchmark import Measurement
-from benchmarks.engines import kv_weights, models, stock_push, traffic
+from benchmarks.engines import models, shared_weights, stock_push, traffic
 from benchmarks.engines.keywords import (
     Keywords,
     is_stock,
     kv_format,
-    quantizes_itself,
     weight_format,
 )
 
@@ -63,15 +62,13 @@ def give_weights(engine: Any, shape: models.Shape, keywords: Keywords) -> None:
     Raises:
         RuntimeError: they did not take the place of the dummy ones.
     """
-    if quantizes_itself(keywords):
-        return
     if is_stock(keywords):
-        named = kv_weights.shared(shape, DEVICE, weight_format(keywords))
+        named = shared_weights.shared(shape, DEVICE, weight_format(keywords))
         stock_push.push(engine, named, keywords.get("tp_size", 1))
     else:
         import trainer_bridge
 
-        trainer_bridge.update(kv_weights.shared(shape, DEVICE), engine, version=0)
+        trainer_bridge.update(shared_weights.shared(shape, DEVICE), engine, version=0)
     torch.cuda.empty_cache()
 
 

@@ -63,24 +63,6 @@ def renew(tensors: Iterable[torch.Tensor]) -> None:
             draw(tensor)
 
 
-def masters_of(module: nn.Module) -> list[torch.Tensor]:
-    """FP32 masters of a module's parameters on the CPU, random as ``draw`` makes them.
-
-    Drawn in FP32: torch draws BF16 on a CPU from few values, many of them between two codes.
-    """
-    return [
-        torch.randn(p.shape).mul_(STD).add_(1.0 if p.dim() == 1 else 0.0)
-        for p in module.parameters()
-    ]
-
-
-def take_step(module: nn.Module, masters: list[torch.Tensor], rms: float) -> None:
-    """A step of a normal distribution, of the masters and so of the parameters."""
-    for parameter, master in zip(module.parameters(), masters, strict=True):
-        master.add_(torch.randn_like(master), alpha=rms)
-        parameter.data.copy_(master)
-
-
 def draw(tensor: torch.Tensor) -> torch.Tensor:
     """New random values in place: norms around 1, matrices around 0."""
     return tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, STD)

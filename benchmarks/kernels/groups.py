@@ -3,13 +3,11 @@
   activations   quantization, alone and in RMSNorm and SiLU
   qk_rope       QK-norm, rotary embedding, FP8 KV store
   store         FP8 KV store
-  factors       query heads times factors
   sampler       temperature sampling with log-probabilities
-  xqa           decode attention over FP8 KV
 
 Before a pair is timed it is checked to compute the same: the same codes, tokens or bytes, or values
-that are next to each other. What is timed is a CUDA graph of 36 calls (8 of attention), each with
-tensors of its own; the sampler runs as the engine runs it, outside of graphs. The first run on a
+that are next to each other. What is timed is a CUDA graph of 36 calls, each with tensors of
+its own; the sampler runs as the engine runs it, outside of graphs. The first run on a
 machine compiles SGLang's kernels: run it twice.
 """
 
@@ -37,9 +35,7 @@ GROUPS = (
     KernelGroup("activations", "activation"),
     KernelGroup("qk_rope", "kv", "qk_rope"),
     KernelGroup("store", "kv", "store"),
-    KernelGroup("factors", "kv", "factors"),
     KernelGroup("sampler", "sampler"),
-    KernelGroup("xqa", "xqa"),
 )
 
 

@@ -20,7 +20,7 @@ from benchmarks.kernels.pair import (
     sets_of,
 )
 from benchmarks.measuring import Call
-from sgl_fp8rl.ops import heads, heads_triton, kv_triton, qk_rope_triton
+from sgl_fp8rl.ops import kv_triton, qk_rope_triton
 from sgl_fp8rl.ops.kv import STATS
 from sgl_fp8rl.ops.qk_rope import Cache, Norms
 from sgl_fp8rl.ops.reference import FP8_DTYPE
@@ -162,31 +162,6 @@ def stock_store_xqa(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, cache: Cache)
 
     scales = [scale_H[:1] for scale_H in _scales(cache)]
     fused_fp8_qkv_kv_cache(None, k_THD, v_THD, cache.k_SHD, cache.v_SHD, slots_T, *scales)
-
-
-def factors() -> Iterator[Pair]:
-    """Query heads times a factor of their KV head, beside torch's multiplication."""
-    factor_H = torch.rand(H, device=DEVICE) + 0.5
-    for tokens in TOKENS:
-        inputs = [_qkv(tokens)[:, : N * D] for _ in range(sets_of(2 * tokens * (N + 2 * H) * D))]
-
-        def calls(action: Any, inputs: list[Tensor] = inputs) -> list[Call]:
-            return [
-                partial(action, inputs[layer % len(inputs)], factor_H) for layer in range(LAYERS)
-            ]
-
-        def check(x: Tensor = inputs[0]) -> None:
-            mine, other = heads_triton.scale_heads(x, factor_H), heads.scale_heads(x, factor_H)
-            assert_same("heads", mine, other)
-
-        yield Pair(
-            "heads x factors (torch)",
-            str(tokens),
-            tokens * N * D * (2 + 2) + 4 * H,
-            check,
-            calls(heads.scale_heads),
-            calls(heads_triton.scale_heads),
-        )
 
 
 def _qkv(tokens: int) -> Tensor:

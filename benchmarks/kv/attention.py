@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import Measurement
+from benchmarks.benchmark import Benchmark, Job, Measurement, Run
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
 from sgl_fp8rl.ops.reference import FP8_DTYPE
@@ -100,3 +101,21 @@ def calls_over(attend: kernels.Attend, caches: kernels.Caches) -> list[measuring
     for _ in range(min(-(-APART_BYTES // nbytes), CALLS) - 1):
         copies.append((caches[0].clone(), caches[1].clone()))
     return [partial(attend, copies[call % len(copies)]) for call in range(CALLS)]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which kernels one process runs."""
+
+    bf16_mma: bool
+    """XQA's with products in BF16, instead of all others."""
+
+
+def measure(variant: Variant, run: Run) -> list[Measurement]:
+    """All loads."""
+    return measurements(variant.bf16_mma, measuring.copy_tb_s())
+
+
+BENCHMARK = Benchmark(
+    (Job("all", Variant(False)), Job("bf16-mma", Variant(True))), measure, limit_s=240.0
+)

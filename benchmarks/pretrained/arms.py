@@ -24,8 +24,6 @@ class Arm:
     what: str
     engine: dict[str, Any]
     """Keywords of ``sglang.Engine``."""
-    off: float = 0.0
-    """Scales of blocks are wrong by this factor, up or down: an arm that must be worse."""
 
 
 BF16 = "bf16"
@@ -33,16 +31,11 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm(BF16, "BF16, SGLang without our quantization", {}),
-        Arm("fp8", "block FP8, padded", OURS),
         Arm("fp8-kv8", "block FP8, padded; FP8 KV", OURS | KV8),
-        Arm("channel-fp8", "channel FP8", OURS | {"fp8rl_format": "channel-fp8"}),
-        Arm("int8", "INT8", OURS | {"fp8rl_format": "int8"}),
         Arm("bf16-head", "BF16, FP32 head", HEAD),
         Arm("fp8-int8kv", "block FP8, padded; INT8 KV, FP32 head", OURS | INT8_KV | HEAD),
         Arm(
             "mixed-int8kv", "the same, layers of `precision` in BF16", OURS | INT8_KV | HEAD | KEPT
         ),
-        Arm("fp8-scales-off", "block FP8 whose scales are 10% off: must be worse", OURS, 0.1),
     )
 }
-"""The first is what the others are compared with."""

@@ -12,32 +12,33 @@ import argparse
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.parity import models, run, start
-from benchmarks.parity.arms import ARMS
-from benchmarks.parity.run_log import LOG, rows_of
-from benchmarks.parity.settings import SIZES, Study
-from benchmarks.pretrained import run as formats
-from benchmarks.pretrained.arms import INT8_KV, KEPT
-from benchmarks.pretrained.run import Row, Work
+from benchmarks.learning import run, start
+from benchmarks.learning.run import Row
+from benchmarks.learning.study import ALL_BF16, LOG, PRETRAINED, SIZES, Arm, Study
+from benchmarks.pretrained import measured
+from benchmarks.pretrained.arms import ARMS, INT8_KV, KEPT
 
 MEASURED = {"bf16-head": "BF16", "fp8-int8kv": "FP8", "mixed-int8kv": "mixed"}
-"""Arms of ``formats``, and what the summary calls them."""
+"""Names in ``ARMS``, and what the summary calls them."""
 TRAINED = (
-    ARMS["smollm2-bf16"],
-    replace(
-        ARMS["smollm2-fp8-kv8"],
-        name="smollm2-mixed-int8kv",
-        ignored_layers=" ".join(*KEPT.values()),
-        engine=INT8_KV | {"attention_backend": None},
+    Arm("smollm2-bf16", ALL_BF16),
+    Arm(
+        "smollm2-mixed-int8kv",
+        " ".join(*KEPT.values()),
+        INT8_KV | {"attention_backend": None},
     ),
 )
-WORK = Work(length=128, windows=4, answers=3, new=24, samples=2)
+LENGTH, WINDOWS = 128, 4
+"""Tokens of a window of text, and how many."""
+ANSWERS, NEW, SAMPLES = 3, 24, 2
+"""Questions that are answered, tokens of a response, and responses that the mismatch is of."""
 SETTINGS = replace(
-    SIZES[models.PRETRAINED], steps=2, prompts=2, group=4, evaluation_problems=2, evaluate_every=2
+    SIZES[PRETRAINED], steps=2, prompts=2, group=4, evaluation_problems=2, evaluate_every=2
 )
 SEED = 0
 
@@ -50,37 +51,70 @@ def main() -> None:
         "--out", type=Path, default=Path("runs/demo-pretrained"), help="folder of all files"
     )
     out: Path = parser.parse_args().out
-    study = Study(out, models.PRETRAINED, SETTINGS, torch.device("cpu"))
-    checkpoint = start.start_of(study, models.PRETRAINED)
-    log = out / "formats.jsonl"
-    log.unlink(missing_ok=True)
-    rows = formats.run(checkpoint, list(MEASURED), log, WORK, float("inf"))
+    study = Study(out, PRETRAINED, SETTINGS, torch.device("cpu"))
+    start.make(study)
+    rows = {name: measure(study.start, name, study.device) for name in MEASURED}
     steps = {}
     for arm in TRAINED:
         shutil.rmtree(study.run_folder(arm.name, SEED), ignore_errors=True)
-        run.run(study, arm, SEED, float("inf"))
-        every = rows_of(study.run_folder(arm.name, SEED) / LOG)
+        run.run(study, arm, SEED)
+        every = run.rows_of(study.run_folder(arm.name, SEED) / LOG)
         steps[arm.name] = [row for row in every if row["kind"] == "step"]
-    print(summary({row["arm"]: row for row in rows if row["kind"] == "arm"}, steps))
+    print(summary(rows, steps))
 
 
-def summary(measured: dict[str, Row], steps: dict[str, list[Row]]) -> str:
+def measure(checkpoint: Path, name: str, device: torch.device) -> Row:
+    """What an arm's engine answers, and how far it is from a BF16 trainer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    arm, questions = ARMS[name], measured.QUESTIONS[:ANSWERS]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device).eval()
+    prompts = [measured.chat(tokenizer, question) for question in measured.QUESTIONS]
+    with measured.running(checkpoint, arm, device) as engine:
+        formats: list[str] = []
+        weight_bytes = sum(2 * parameter.numel() for parameter in model.parameters())
+        if "quantization" in arm.engine:
+            layers = engine.fp8rl_control({"op": "layers"})["layers"]
+            formats = [layer["format"] for layer in layers]
+            weight_bytes = measured.weight_bytes(engine)
+        # the first prefill: an FP8 KV cache measures its scales here
+        answers = measured.answers(engine, tokenizer, questions, NEW)
+        windows = measured.windows_of(tokenizer, LENGTH, WINDOWS)
+        nll = measured.nll(engine, windows)
+        metrics = measured.mismatch(engine, model, prompts * SAMPLES, NEW)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    return {
+        "quantized_matrices": len(formats) - formats.count("bf16"),
+        "weight_bytes": weight_bytes,
+        "answers": dict(zip(questions, map(decode, answers), strict=True)),
+        "regret": {
+            question: max(measured.regrets(model, prompt, answer))
+            for question, prompt, answer in zip(questions, prompts, answers, strict=False)
+        },
+        "perplexity": measured.perplexity(nll),
+        "tokens": len(windows) * (LENGTH - 1),
+        "mismatch_kl_k3": metrics["mismatch_kl_k3"],
+    }
+
+
+def summary(found: dict[str, Row], steps: dict[str, list[Row]]) -> str:
     """What a reader is told at the end."""
     lines = ["", "SmolLM2-135M-Instruct, from a 4-bit file: not the published BF16 checkpoint."]
     lines += [
         "FP8 and mixed: INT8 KV. In brackets: by how much the BF16 trainer prefers another token"
     ]
     lines += ["at most; near 0, rounding decides, which differs by machine in BF16 as well.", ""]
-    bf16 = measured["bf16-head"]
+    bf16 = found["bf16-head"]
     for question in bf16["answers"]:
         lines.append(question)
         for arm, name in MEASURED.items():
-            row = measured[arm]
+            row = found[arm]
             answer, regret = row["answers"][question], row["regret"][question]
             lines.append(f"  {name:5} {answer!r} ({regret:.2f} nats)")
     lines.append("")
     for arm, name in MEASURED.items():
-        row = measured[arm]
+        row = found[arm]
         lines.append(
             f"{name:5} mismatch KL with a BF16 trainer {row['mismatch_kl_k3']:.1e} nats a token, "
             f"perplexity of {row['tokens']} tokens {row['perplexity']:.2f}, weights "

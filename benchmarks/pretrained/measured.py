@@ -3,7 +3,6 @@
 Shapes: B sequences, T tokens of the longest response, H hidden, V vocabulary.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -13,12 +12,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.engines import serving
 from benchmarks.environment import ROOT
-from benchmarks.mitigations import trainer
 from benchmarks.pretrained.arms import Arm
-from trainer_bridge import Rollout, update
+from trainer_bridge import Rollout
 from trainer_bridge.metrics import mismatch_metrics
 
 CHATS = Path(__file__).with_name("questions.jsonl")
@@ -27,9 +26,11 @@ QUESTIONS = tuple(
     json.loads(line)["prompt"][0]["content"] for line in CHATS.read_text().splitlines()
 )
 TEXTS = ("LICENSE", "docs/correction.md", "docs/parity.md", "docs/scale.md")
-"""Of this repository; a result has their digests."""
+"""Of this repository."""
 BLOCK = 128
 SEED = 0
+LOGITS_AT_ONCE = 1 << 28
+"""Elements of FP32: 1 GiB."""
 ENGINE: dict[str, dict[str, Any]] = {
     "cpu": {"max_total_tokens": 8192, "max_running_requests": 32, "sleep_on_idle": True},
     "cuda": {"max_total_tokens": 65536, "mem_fraction_static": 0.3, "max_running_requests": 64},
@@ -37,16 +38,14 @@ ENGINE: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def running(checkpoint: Path, arm: Arm, device: torch.device, model: Any) -> Iterator[Any]:
-    """An arm's engine. ``model`` gives the weights of an arm whose scales are off."""
+def running(checkpoint: Path, arm: Arm, device: torch.device) -> Iterator[Any]:
+    """An arm's engine."""
     import sglang
 
     common = {"skip_tokenizer_init": True, "random_seed": SEED, "log_level": "error"}
     keywords = common | ENGINE[device.type] | arm.engine
     engine = sglang.Engine(model_path=str(checkpoint), **keywords)
     try:
-        if arm.off:
-            update(scaled_blocks(model, arm.off), engine, version=0)
         yield engine
     finally:
         engine.shutdown()
@@ -108,11 +107,6 @@ def chat(tokenizer: Any, question: str) -> list[int]:
     return ids
 
 
-def digests() -> dict[str, str]:
-    """SHA-256 of each text."""
-    return {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in TEXTS}
-
-
 def windows_of(tokenizer: Any, length: int, most: int) -> list[list[int]]:
     """The texts in pieces of ``length`` tokens, those of all texts in turn; an end is left out."""
     pieces = []
@@ -155,5 +149,27 @@ def mismatch(engine: Any, model: Any, prompts: list[list[int]], new: int) -> dic
         finish_reasons=[reply["meta_info"]["finish_reason"]["type"] for reply in replies],
         temperature=1.0,
     )
-    trainer_BT = trainer.response_logprobs(model, batch)
+    trainer_BT = response_logprobs(model, batch)
     return mismatch_metrics(trainer_BT, batch.logprobs_BT, batch.mask_BT)
+
+
+@torch.inference_mode()
+def response_logprobs(model: Any, rollout: Any) -> torch.Tensor:
+    """The trainer's logprobs of the sampled tokens, FP32 [B, T] on the CPU.
+
+    The model computes in BF16, its head in FP32, whatever the engine's head does: what is measured
+    is the engine's part of the mismatch.
+    """
+    head_VH = model.get_output_embeddings().weight.float()
+    found = []
+    for prompt, response in zip(rollout.prompt_tokens, rollout.tokens, strict=True):
+        ids = torch.tensor([prompt + response], device=model.device)
+        hidden_TH = model.get_decoder()(ids, use_cache=False).last_hidden_state[0]
+        hidden_TH = hidden_TH[len(prompt) - 1 : -1].float()
+        parts = [
+            (part_TH @ head_VH.T).log_softmax(-1)
+            for part_TH in hidden_TH.split(max(1, LOGITS_AT_ONCE // len(head_VH)))
+        ]
+        logprobs_TV = torch.cat(parts) if len(parts) > 1 else parts[0]
+        found.append(logprobs_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu())
+    return pad_sequence(found, batch_first=True)

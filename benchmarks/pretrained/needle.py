@@ -118,7 +118,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for arm in CACHES:
-        with measured.running(checkpoint, arm, device, None) as engine:
+        with measured.running(checkpoint, arm, device) as engine:
             for row in rows(engine, tokenizer, arm, args):
                 print(json.dumps(row), flush=True)
 

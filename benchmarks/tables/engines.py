@@ -25,16 +25,6 @@ WIDE = 0.12
 CLASSES = 12
 """Classes of a profile that get a line of their own."""
 TOTALS = ("step", "busy", "idle")
-MITIGATIONS = {
-    "bf16": "BF16",
-    "bf16-fp32-head": "BF16, FP32 head",
-    "fp8": "FP8",
-    "fp8-fp32-head": "FP8, FP32 head",
-    "fp8-ends-bf16": "FP8, first and last layer BF16",
-    "fp8-ignore-list": "FP8, ignore list",
-    "fp8-kv8": "FP8, FP8 KV",
-    "fp8-deterministic": "FP8, deterministic",
-}
 
 
 def is_reference(row: Row) -> bool:
@@ -219,26 +209,3 @@ def start(results: Results) -> str:
     ]
     made = table(results["rows"], ["arm", "case"], columns, "start")
     return joined(made, failures(results), f"{facts(results['environment'])}. One start each.")
-
-
-def mitigations(results: Results) -> str:
-    """One table a model: what each mitigation does to logprobs, and what it costs."""
-    rows = with_ratio(results["rows"], "decode_step_ms", lambda row: bool(row["arm"] == "fp8"))
-    k3 = "{median:.1e} ({min:.1e} to {max:.1e})"
-    columns = [
-        Column("k3 (nats)", {"mismatch_kl_k3": k3}),
-        Column("logprob error", {"logprob_error": "{median:.4f}"}),
-        Column("ESS", {"mismatch_ess": "{median:.4f}"}),
-        Column("`precision` predicts", {"precision_kl": "{median:.1e}"}),
-        Column("layers in BF16", {"bf16_layers": "{median:.0f}"}),
-        Column("decode step", {"decode_step_ms": "{median:.2f} ms"}),
-        Column("of FP8's", {"faster": lambda row: f"{1 / row['median']:.2f}x"}),
-    ]
-    made = [
-        table([r for r in rows if r["model"] == model], ["arm"], columns, model, MITIGATIONS)
-        for model in models_of(rows)
-    ]
-    rollouts = max((row["n"] for row in rows if row["metric"] == "mismatch_kl_k3"), default=0)
-    cases = ", ".join(sorted({row["case"] for row in rows}))
-    end = f"{facts(results['environment'])}; {cases}. Medians of {rollouts} rollouts."
-    return joined(*made, failures(results), end)

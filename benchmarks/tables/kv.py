@@ -1,36 +1,15 @@
 """The measured blocks of docs about the FP8 KV cache."""
 
-from benchmarks.tables.engines import Results, copies, is_reference
+from benchmarks.tables.engines import Results
 from benchmarks.tables.markdown import (
     Column,
     Form,
+    Row,
     facts,
     failures,
     joined,
     table,
-    with_ratio,
-    with_share,
 )
-
-
-def speed(results: Results) -> str:
-    """Capacity and speed of whole engines."""
-    rows = with_ratio(results["rows"], "decode_step_ms", is_reference)
-    rows = with_share(rows, "kv_tokens", "kv_tokens_floor", "of what fits")
-    step: dict[str, Form] = {"decode_step_ms": "{median:.2f} ms"}
-    long = {"case": "64x8192"}
-    columns = [
-        Column("KV tokens", {"kv_tokens": "{median:,.0f}"}),
-        Column("of what fits", {"of what fits": "{median:.1%}"}),
-        Column("prefill 64 x 8192", {"prefill_s": "{median:.1f} s"}, long),
-        Column("step 128 x 512", step, {"case": "128x512"}),
-        Column("step 64 x 8192", step, long),
-        Column("faster than stock BF16", {"faster": "{median:.2f}x"}, long),
-    ]
-    made = table(rows, ["arm"], columns, "engine")
-    copied = copies([row for row in rows if row["case"] == "capacity"])
-    end = f"{facts(results['environment'])}. Medians. {copied}"
-    return joined(made, failures(results, "engine"), end)
 
 
 def prefill(results: Results) -> str:
@@ -67,35 +46,6 @@ def prefill(results: Results) -> str:
     )
 
 
-def accuracy(results: Results) -> str:
-    """Error and time of attention, error of logprobs, what sending scales costs."""
-    rows = with_share(results["rows"], "attention_floor_us", "attention_us", "of floor")
-    error: dict[str, Form] = {"kv_error": "{median:.4f}"}
-    took: dict[str, Form] = {"attention_us": "{median:.0f} us"}
-    near, far = {"case": "64x8192"}, {"case": "64x32768"}
-    attention = [
-        Column("error 64 x 8192", error, near),
-        Column("64 x 32768", error, far),
-        Column("64 x 8192, K beyond 448", error, {"case": "64x8192, K beyond 448"}),
-        Column("time 64 x 8192", took, near),
-        Column("64 x 32768", took, far),
-        Column("of floor", {"of floor": "{median:.0%}"}, far),
-    ]
-    logprobs = [
-        Column(f"{phase}{head}", {metric: "{median:.4f}"}, {"case": f"logprobs, {weights}"})
-        for weights, head in (("no outliers", ""), ("K beyond 448", ", K beyond 448"))
-        for phase, metric in (("prefill", "logprob_error"), ("decode", "logprob_error_decode"))
-    ]
-    updates = [Column("time", {"update_wall_ms": "{median:.2f} ms ({min:.2f} to {max:.2f})"})]
-    return joined(
-        table(rows, ["arm"], attention, "attention, scales"),
-        table(rows, ["arm"], logprobs, "logprobs"),
-        table(rows, ["case"], updates, "update"),
-        *(failures(results, part) for part in ("attention", "logprobs", "update")),
-        f"{facts(results['environment'])}. Medians.",
-    )
-
-
 def decode(results: Results) -> str:
     """Error and bias of decode attention's arithmetic, what codes lose, and the time of a call."""
     took: dict[str, Form] = {"attention_us": "{median:.0f} us"}
@@ -118,3 +68,19 @@ def decode(results: Results) -> str:
         failures(results),
         f"{facts(results['environment'])}. Medians.",
     )
+
+
+def biased(results: Results) -> str:
+    """Error and bias of decode over FP8 codes: XQA, which multiplies in FP8, beside FA2."""
+    rows = [_load(row) for row in results["rows"] if row["arm"] in ("xqa", "fa2")]
+    off: dict[str, Form] = {"code_error": "{median:.1%}", "code_bias": "{median:+.1%}"}
+    means = {"": "0", "V mean 0.3": "0.3", "V mean 1": "1", "V mean 1, flat": "1, flat softmax"}
+    columns = [Column(f"V's mean {name}", off, {"drawn": case}) for case, name in means.items()]
+    long = [row for row in rows if not row["load"].startswith(("256x", "1x", "8x"))]
+    made = table(long, ["load", "arm"], columns, "sequences x context, kernel: error, bias")
+    return joined(made, f"{facts(results['environment'])}. Medians.")
+
+
+def _load(row: Row) -> Row:
+    load, _, what = row["case"].partition(", ")
+    return row | {"load": load, "drawn": what}

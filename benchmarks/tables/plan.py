@@ -1,20 +1,22 @@
-"""``sgl-fp8rl plan``: what it prints, and how far it is off."""
+"""What ``sgl-fp8rl plan`` prints, and what its arithmetic says of GPUs of 80 GB."""
 
 import argparse
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import Any
 
-from benchmarks.engines.models import MODELS, save_config
-from benchmarks.plan import fit
-from benchmarks.tables.markdown import grid, joined
-from sgl_fp8rl.plan import command
+from benchmarks.engines.keywords import FULL
+from benchmarks.engines.models import MODELS, config, save_config
+from benchmarks.tables.markdown import grid
+from sgl_fp8rl.plan import command, memory, shape
+from sgl_fp8rl.plan.speed import ARMS
 
 FLAGS = "--samples 512 --prompt-tokens 1024 --response-tokens 4000 --max-response-tokens 20000"
+NAMES = ("stock-bf16", "fp8rl", "fp8rl-kv8")
+GPUS = (("one GPU", 1), ("TP 2", 2))
 
 
 def example(_: Any) -> str:
@@ -27,45 +29,18 @@ def example(_: Any) -> str:
     return indent(f"sgl-fp8rl plan PATH {FLAGS}\n\n{printed.getvalue().rstrip()}", " " * 4)
 
 
-def beside_aiconfigurator(results: dict[str, Any]) -> str:
-    """Measured steps of stock arms, and two predictions of each."""
-    theirs = {(row["model"], row["case"], row["arm"]): row["median"] for row in results["rows"]}
-    decode = [row for row in fit.rows() if row.metric == "decode_step_ms"]
+def capacities(_: Any) -> str:
+    """What an engine holds that has the GPU to itself; nothing of it was measured."""
+    gpu = memory.gpus()["h100"]
+    arms = [arm for arm in ARMS if arm.name in NAMES]
     lines = []
-    off: list[tuple[float, float]] = []
-    for row, ms in fit.left_out(decode, fit.by_load):
-        place = row.model, row.case, row.arm
-        if place not in theirs:
-            continue
-        both = ms, theirs[place]
-        off.append((fit.error(row, ms), fit.error(row, theirs[place])))
-        cells = [
-            f"{each:.1f} ms, {missed:+.0%}" for each, missed in zip(both, off[-1], strict=True)
-        ]
-        lines.append([", ".join(place), f"{row.ms:.1f} ms", *cells])
-    mean = [f"{fmean(map(abs, each)):.1%}" for each in zip(*off, strict=True)]
-    facts = results["environment"]
-    theirs_of = f"AIConfigurator {facts['aiconfigurator']}, {facts['date']}"
-    head = ["decode step", "measured", "plan, without this load", theirs_of]
-    return grid(head, [*lines, ["mean error", "", *mean]])
-
-
-def accuracy(figures: dict[str, Any]) -> str:
-    """Rows that were left out of the fit, and rollouts that nothing was fitted to."""
-    errors = []
-    for name, of in figures["errors"].items():
-        ours = f"{of['worst of ours']:.1%}" if "worst of ours" in of else "-"
-        first = f"{of['best arm first']} of {of['loads']}" if "loads" in of else "-"
-        errors.append(
-            [name, str(of["rows"]), f"{of['mean']:.1%}", f"{of['worst']:.1%}", ours, first]
-        )
-    rollouts = [
-        [row["arm"], row["metric"], f"{row['predicted']:.1f}", f"{row['measured']:.1f}"]
-        for row in figures["rollouts"]
-    ]
-    head = ["what was predicted", "rows", "mean error", "worst", "worst of ours", "best arm first"]
-    return joined(
-        grid(head, errors),
-        grid(["rollout with a long tail", "figure", "predicted", "measured"], rollouts),
-        f"Of {figures['source']}.",
-    )
+    for model, of in MODELS.items():
+        size = shape.of(config(of))
+        for where, tp in GPUS:
+            fits = [
+                memory.kv_tokens(gpu, size, arm, tp, 0.0, FULL["mem_fraction_static"])
+                for arm in arms
+            ]
+            cells = [f"{tokens:,}" if tokens > 0 else "does not fit" for tokens in fits]
+            lines.append([f"{model}, {where}", *cells])
+    return grid(["KV tokens", *(arm.name for arm in arms)], lines)

@@ -8,7 +8,7 @@ error that names both.
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.abc import InspectLoader
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -18,7 +18,13 @@ from typing import Any
 
 from sgl_fp8rl.compat import attention_backends, attributes, layer_methods, symbols
 from sgl_fp8rl.compat.attention_backends import ATTENTION_BACKENDS, FLASHINFER_PLANS, FROM_SOURCE
-from sgl_fp8rl.compat.attributes import METHODS, NEWER_ATTRIBUTES
+from sgl_fp8rl.compat.attributes import (
+    IN_SCHEDULER,
+    IN_TOKENIZER_MANAGER,
+    METHODS,
+    NEWER_ATTRIBUTES,
+    SAMPLING_FIELDS,
+)
 from sgl_fp8rl.compat.hook_targets import (
     DECODED_ATTENTION,
     HARMLESS_UPDATES,
@@ -38,9 +44,12 @@ __all__ = [
     "DECODED_ATTENTION",
     "FLASHINFER_PLANS",
     "HOOK_TARGETS",
+    "IN_SCHEDULER",
+    "IN_TOKENIZER_MANAGER",
     "LOGITS_CAP",
     "METHODS",
     "NEWER_ATTRIBUTES",
+    "SAMPLING_FIELDS",
     "SHARED_EXPERT_GATE",
     "STOCK_UPDATES",
     "SYMBOLS",
@@ -176,6 +185,28 @@ def check_attributes() -> list[tuple[str, bool]]:
             known = _names_in(_look_up(path)) if _found(path) else set()
         checked += [(f"{owner}.{name}", name in known) for name in names.split()]
     return checked
+
+
+def check_live(root: Any, paths: Mapping[str, str]) -> None:
+    """Check that objects of a started engine have what is read, called and set on them.
+
+    Args:
+        paths: owners of ``ATTRIBUTES``, and where in ``root`` an object of each lies.
+
+    Raises:
+        IncompatibleSGLangError: one of them is not there, or lacks something.
+    """
+    for owner, path in paths.items():
+        for name in attributes.ATTRIBUTES[owner].split():
+            whole = f"{path}.{name}".removeprefix(".")
+            try:
+                attrgetter(whole)(root)
+            except AttributeError as error:
+                raise IncompatibleSGLangError(
+                    f"SGLang {sglang_version()} has no {owner.rpartition('.')[2]}.{name} "
+                    f"({error}); sgl-fp8rl is tested with {' and '.join(TESTED_VERSIONS)}: "
+                    f"install one of these"
+                ) from error
 
 
 def _release(version: str) -> list[int]:

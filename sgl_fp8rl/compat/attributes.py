@@ -190,6 +190,21 @@ ATTRIBUTES: dict[str, str] = {
 """By class, or function whose globals are meant: what we read and set on it, separated by spaces.
 Most comes to be as SGLang runs, so ``check_attributes`` looks at its code."""
 
+IN_SCHEDULER = {
+    f"{_MANAGERS}.scheduler.Scheduler": "",
+    f"{_MANAGERS}.scheduler_components.ipc_channels.SchedulerIpcChannels": "ipc_channels",
+    f"{_MANAGERS}.tp_worker.TpModelWorker": "tp_worker",
+    "sglang.srt.constrained.grammar_manager.GrammarManager": "grammar_manager",
+    "sglang.srt.distributed.parallel_state.GroupCoordinator": "tp_group",
+    "sglang.srt.mem_cache.allocator.TokenToKVPoolAllocator": "token_to_kv_pool_allocator",
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": "tp_worker.model_runner.req_to_token_pool",
+    f"{_FORWARD}.model_runner.ModelRunner": "tp_worker.model_runner",
+    f"{_LAYERS}.sampler.Sampler": "tp_worker.model_runner.sampler",
+    "sglang.srt.configs.model_config.ModelConfig": "model_config",
+}
+"""Owners of ``ATTRIBUTES`` whose objects an engine has, and where in its scheduler."""
+IN_TOKENIZER_MANAGER = {f"{_MANAGERS}.tokenizer_manager.TokenizerManager": ""}
+
 NEWER_ATTRIBUTES: dict[str, str] = {
     "sglang.srt.server_args.ServerArgs": "_launch_command",
     f"{_MANAGERS}.scheduler.Scheduler": "record_weight_version_change",
@@ -199,3 +214,16 @@ NEWER_ATTRIBUTES: dict[str, str] = {
     f"{_MODELS}.qwen3.Qwen3Attention": "use_fused_qk_norm_rope",
 }
 """As ``ATTRIBUTES``, from the newest tested version on; hooks do without them in others."""
+
+SAMPLING_FIELDS = (
+    "acc_additive_penalties acc_scaling_penalties bootstrap_room_ids_int "
+    "custom_logit_processor custom_params device grammar_mask grammars "
+    "has_custom_logit_processor has_watermark_candidates is_all_greedy is_any_greedy "
+    "logit_bias max_top_k min_ps need_min_p_sampling need_top_k_sampling "
+    "need_top_p_sampling npu_top_k_top_p_eligible penalizer_orchestrator "
+    "return_sampling_masks return_sampling_support_logprobs rids_int "
+    "sampling_mask_batch_indices sampling_mask_max_top_k sampling_mask_top_ks sampling_seed "
+    "sampling_support_logprobs_capture_indices temperatures top_ks top_ps vocab_size "
+    "watermark_candidates_host watermark_context_windows watermark_enabled watermark_keys"
+)
+"""Of ``SamplingBatchInfo`` in the tested versions: our sampler knows which of them shape a draw."""

@@ -68,6 +68,7 @@ SYMBOLS = {
     "RpcReqOutput": "sglang.srt.managers.io_struct:RpcReqOutput",
     "msgpack_encode": "sglang.srt.managers.io_struct:msgpack_encode",
     "msgpack_decode": "sglang.srt.managers.io_struct:msgpack_decode",
+    "SamplingBatchInfo": "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo",
     "SamplingParams": "sglang.srt.sampling.sampling_params:SamplingParams",
     "sock_send": "sglang.srt.managers.io_struct:sock_send",
     "sock_recv": "sglang.srt.managers.io_struct:sock_recv",

@@ -106,9 +106,10 @@ def check_scheduler_args(
     original: Any, scheduler: Any, server_args: Any, *args: Any, **keywords: Any
 ) -> None:
     """AROUND ``Scheduler.__init__``: check what SGLang resolved, whoever made its arguments, and
-    the model once its graphs are captured.
+    its objects and the model once its graphs are captured.
 
     Raises:
+        IncompatibleSGLangError: as ``compat.check_live``.
         ValueError: as ``check_server_args`` and ``guards.check_copies``; SGLang logs it and ends
             the engine.
     """
@@ -117,6 +118,7 @@ def check_scheduler_args(
         return
     check_server_args(server_args, current_options())
     original(scheduler, server_args, *args, **keywords)
+    compat.check_live(scheduler, compat.IN_SCHEDULER)
     guards.check_copies(scheduler)
 
 

@@ -24,6 +24,7 @@ def add_route(
 ) -> Any:
     """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes."""
     if is_fp8rl(server_args):
+        compat.check_live(tokenizer_manager, compat.IN_TOKENIZER_MANAGER)
         port_args = kw["port_args"] if "port_args" in kw else args[1]
         tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (internal_requests.py)
         serve(server_args, tokenizer_manager, port_args)

@@ -17,6 +17,7 @@ from sgl_fp8rl.engine.kv_prefill import attend_to_values, fa3_extend
 from sgl_fp8rl.engine.wrapping import Hook
 from sgl_fp8rl.kv_cache.backends import FA3, TRTLLM_MHA
 from sgl_fp8rl.kv_cache.scales import ScaledLayer
+from sgl_fp8rl.ops.heads import scale_heads
 from sgl_fp8rl.ops.paged_decode import Pages, attend
 from sgl_fp8rl.ops.paged_prefill import reference
 
@@ -53,8 +54,8 @@ def folded_extend(call: Call) -> torch.Tensor:
 
 def _folded(call: Call, k: Any, v: Any) -> torch.Tensor:
     assert isinstance(call.mine, ScaledLayer)
-    out = call.attend(_times_heads(call.q, call.mine.k_scale_h), k, v)
-    return _times_heads(out, call.mine.v_scale_h, out=out)
+    out = call.attend(scale_heads(call.q, call.mine.k_scale_h), k, v)
+    return scale_heads(out, call.mine.v_scale_h, out=out)
 
 
 def _slots(call: Call) -> torch.Tensor:
@@ -93,17 +94,6 @@ def _paged_attention(call: Call, q_NQD: torch.Tensor, pages: Pages) -> torch.Ten
         workspace.plan(pages.lengths_B)
     q = q_NQD.to(torch.float16 if codes.token_scales_HS is not None else torch.bfloat16)
     return attend_on_gpu(q, codes, pages, workspace, *call.scores)
-
-
-def _times_heads(
-    x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Multiply query heads by a factor of their KV head, into ``out`` or a new tensor."""
-    if x.is_cuda:
-        from sgl_fp8rl.ops.heads_triton import scale_heads
-    else:
-        from sgl_fp8rl.ops.heads import scale_heads
-    return scale_heads(x, factor_H, out)
 
 
 @dataclass(frozen=True)

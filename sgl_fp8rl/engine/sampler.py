@@ -5,8 +5,10 @@ number per row: twenty reads and writes of ``[batch, vocabulary]`` in FP32, here
 numbers are stock's, so the same seed gives the same tokens.
 """
 
+import logging
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import fields
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import lost_rows
 from sgl_fp8rl.ops.sample import exponential_noise
+
+logger = logging.getLogger(__name__)
 
 
 def fast_sample(
@@ -78,10 +82,23 @@ def fast_sample(
     return tokens_B
 
 
+@cache
+def _knows_all_fields() -> bool:
+    """Whether no field of a request's sampling is new: it might shape the distribution."""
+    known = compat.SAMPLING_FIELDS.split()
+    unknown = {field.name for field in fields(compat.SamplingBatchInfo)}.difference(known)
+    if unknown:
+        logger.warning(
+            "SGLang's own sampler draws: SamplingBatchInfo.%s is new to sgl-fp8rl", min(unknown)
+        )
+    return not unknown
+
+
 def _is_plain(sampler: Any, info: Any) -> bool:
     """Whether all requests sample from softmax(logits / T), decided on the host."""
     return (
-        type(sampler) is compat.Sampler  # subclasses may draw differently
+        _knows_all_fields()
+        and type(sampler) is compat.Sampler  # subclasses may draw differently
         and sampler.rl_on_policy_target is None
         and not sampler.enable_deterministic
         and not sampler.use_ascend_backend

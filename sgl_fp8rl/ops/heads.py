@@ -1,5 +1,4 @@
-"""Scale query heads by a factor of their KV head, in plain torch: the reference for
-``heads_triton.py``.
+"""Scale query heads by a factor of their KV head, in plain torch.
 
 This folds the scales of an FP8 KV cache into q and into the output of attention. Shape suffixes: T
 tokens, C channels (query heads * head dim), H KV heads of this rank.

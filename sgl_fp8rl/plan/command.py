@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl.plan import aiconfigurator, memory, prediction, report, schedule, shape, workload
+from sgl_fp8rl.plan import memory, prediction, report, schedule, shape, workload
 
 DRAWN: dict[str, Any] = {
     "samples": 512,
@@ -57,12 +57,6 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         help="that engines are given (default 8192)",
     )
     plan.add_argument("--train-s", type=float, help="seconds of a training step, if known")
-    plan.add_argument(
-        "--source",
-        choices=["measured", aiconfigurator.COMMAND],
-        default="measured",
-        help="aiconfigurator: show its decode steps beside these",
-    )
     plan.add_argument("--json", action="store_true", help="print all figures as JSON")
     plan.add_argument(
         "--check", metavar="RUN.json", type=Path, help="compare with the figures of a run"
@@ -74,7 +68,6 @@ def check(arguments: argparse.Namespace) -> None:
 
     Raises:
         WorkloadError: one makes no sense.
-        NoEstimateError: AIConfigurator is asked for, and not installed.
     """
     given = [name for name in DRAWN if getattr(arguments, name) is not None]
     if arguments.lengths and given:
@@ -94,15 +87,13 @@ def check(arguments: argparse.Namespace) -> None:
     fraction = arguments.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         raise workload.WorkloadError("--mem-fraction-static is between 0 and 1")
-    if arguments.json and (arguments.check or arguments.source == aiconfigurator.COMMAND):
-        raise workload.WorkloadError("--json prints predictions alone; drop --check and --source")
+    if arguments.json and arguments.check:
+        raise workload.WorkloadError("--json prints predictions alone; drop --check")
     if not arguments.lengths and arguments.response_tokens > _limit(arguments):
         raise workload.WorkloadError(
             f"half of the answers would be cut: --response-tokens is {arguments.response_tokens}; "
             f"give --max-response-tokens more than {_limit(arguments)}"
         )
-    if arguments.source == aiconfigurator.COMMAND:
-        aiconfigurator.check_installed()
 
 
 def _limit(arguments: argparse.Namespace) -> int:
@@ -140,15 +131,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(report.as_json(found))
         else:
             print(report.render(model, asked, cluster, found, arguments.train_s))
-        if arguments.source == aiconfigurator.COMMAND:
-            config = shape.config_of(arguments.model)
-            ranked = prediction.best_of_arms(found)
-            beside = aiconfigurator.compare(config, arguments.gpu, model, asked, cluster, ranked)
-            print(f"\n{beside}")
     except (
         shape.UnknownModelError,
         workload.WorkloadError,
-        aiconfigurator.NoEstimateError,
         schedule.DoesNotFitError,
     ) as error:
         sys.exit(f"sgl-fp8rl plan: {error}")

@@ -1,4 +1,4 @@
-"""The figures that ``python -m benchmarks.plan --write`` derived from measured rows."""
+"""The figures that were derived from measured rows."""
 
 import json
 from functools import cache

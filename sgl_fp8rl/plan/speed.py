@@ -2,8 +2,8 @@
 
 A step reads its weights and its KV cache, computes, passes over its activations, and has overhead
 in each layer. The FP8 GEMMs of a layer are measured ones (``gemms``); each other cost is a
-coefficient times a quantity that the shape gives. ``benchmarks/plan`` fits the coefficients to
-measured rows, and the file says to which, and how well it predicts rows that it was not fitted to.
+coefficient times a quantity that the shape gives. The coefficients were fitted to measured rows;
+their file says to which, and how well they predict rows that they were not fitted to.
 """
 
 from collections.abc import Mapping, Sequence

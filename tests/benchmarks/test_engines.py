@@ -14,8 +14,6 @@ from benchmarks import long_tail, rollout, start, update
 from benchmarks.benchmark import Run
 from benchmarks.engines import models
 from benchmarks.engines.keywords import is_stock
-from benchmarks.kv import cases as kv
-from benchmarks.mitigations import cases as mitigations
 
 
 def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:
@@ -28,12 +26,6 @@ def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:
         yield job.name, job.stock, job.spec.keywords(batches=(64, 32))
     for job in long_tail.BENCHMARK.jobs:
         yield job.name, job.stock, job.spec.keywords(largest=1024)
-    for job in kv.BENCHMARK.jobs:
-        if job.spec.kind not in ("attention", "prefill"):
-            yield job.name, job.stock, job.spec.keywords
-    for job in mitigations.BENCHMARK.jobs:
-        for device in ("cuda", "cpu"):
-            yield job.name, job.stock, job.spec.keywords(device)
 
 
 @pytest.mark.filterwarnings("ignore")

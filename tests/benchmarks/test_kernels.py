@@ -19,8 +19,6 @@ from benchmarks.kernels import sampler as kernels_sampler
 from benchmarks.measuring import Call
 from sgl_fp8rl.ops import (
     activation,
-    heads,
-    heads_triton,
     kv,
     kv_triton,
     qk_rope,
@@ -116,23 +114,6 @@ def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, job.spec.function, lambda: [a_pair("KV store", "1", 2, 1)])
         found = kernels.measure(job.spec, run)
         assert [measurement["arm"] for measurement in found] == ["stock", "ours"] and job.stock
-
-
-def test_the_pairs_of_heads_times_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_kv, "DEVICE", "cpu")
-    monkeypatch.setattr(kernels_kv, "TOKENS", (1, 5))
-    monkeypatch.setattr(heads_triton, "scale_heads", heads.scale_heads)
-    monkeypatch.setattr(kernels_kv, "sets_of", lambda nbytes: 2)
-    found = list(kernels_kv.factors())
-    assert [pair.case for pair in found] == [f"heads x factors (torch): {n}" for n in (1, 5)]
-    for pair in found:
-        pair.check()
-        assert len(pair.stock) == len(pair.ours) == 36
-        assert pair.ours[1]().shape == (int(pair.size), 4096)
-    assert found[1].nbytes == 5 * 4096 * 4 + 32
-    monkeypatch.setattr(heads_triton, "scale_heads", lambda x, factor: x * 1)
-    with pytest.raises(RuntimeError, match=r"heads: [0-9]+ of 4096 values"):
-        found[0].check()
 
 
 def silu_apart(gate_up: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -8,40 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity import picture
-from benchmarks.pretrained import checkpoint, kv_orders, measured, needle, pieces, weights
-from benchmarks.pretrained.arms import ARMS, BF16
+from benchmarks.pretrained import checkpoint, measured, needle
 from benchmarks.pretrained.demo import MEASURED, TRAINED, summary
 from benchmarks.pretrained.measured import scaled_blocks
-from benchmarks.tables import pretrained
 from sgl_fp8rl.ops.reference import quantize_weight
+from tests.trainer_bridge.moe_models import tiny
 
+BF16_HEAD = 0.02
 CONTENT = bytes(range(256)) * 5 + b"end"
 
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for the GGUF file."""
-    digest = hashlib.sha256(CONTENT).hexdigest()
-    monkeypatch.setattr(pieces, "SHA256", digest)
     monkeypatch.setattr(checkpoint, "SHA256", hashlib.sha256(b"another").hexdigest())
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
     return path
-
-
-def test_pieces_make_the_file_again(file: Path, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "abc"]
-    pieces.split(file, folders)
-    sizes = [(folder / checkpoint.FILE).stat().st_size for folder in folders]
-    assert max(sizes) == -(-len(CONTENT) // 3)
-    pieces.join(folders, tmp_path / "joined")
-    assert (tmp_path / "joined").read_bytes() == CONTENT
-    # The controls: another order, a piece less.
-    for wrong in (folders[::-1], folders[:2]):
-        with pytest.raises(ValueError, match="name all folders"):
-            pieces.join(wrong, tmp_path / "wrong")
-        assert not (tmp_path / "wrong").exists()
 
 
 def test_another_file_is_not_converted(file: Path, tmp_path: Path) -> None:
@@ -90,83 +73,40 @@ def test_regret_is_of_each_token_after_those_before_it() -> None:
     assert measured.regrets(model, [0, 0], [1, 2]) == pytest.approx([2.0, 6.0])
 
 
-def test_the_step_of_a_grid_is_found() -> None:
-    codes = torch.randint(16, (4, 64))
-    codes[:, ::32], codes[:, 1::32] = 0, 15
-    step = torch.rand(4, 2).repeat_interleave(32, 1) + 0.1
-    assert torch.allclose(weights.step_of(codes * step - 3.0), step, rtol=1e-4)
-    assert weights.peak(torch.tensor([[1.0, 1.0], [1.0, -1.0]])) == 1.0
-
-
-# ---- the tables ----------------------------------------------------------------------------------
-
-
-def rows() -> list[dict[str, Any]]:
-    environment = {
-        "kind": "environment",
-        "device": "CPU",
-        "versions": {"sglang": "1", "torch": "2", "transformers": "3"},
-        "date": "2026-01-01T00:00",
-        "commit": "abc1234",
-        "texts": {"LICENSE": "0123456789abcdef"},
-        "work": {"length": 256, "new": 32},
-    }
-    grid = {"fp8_error": 0.02, "fp8_error_off_grid": 0.021, "fp8_error_gaussian": 0.022}
-    peaks = {"peak": 11.0, "largest_peak": 50.0, "peak_gaussian": 4.8}
-    arms = [
-        {
-            "kind": "arm",
-            "arm": arm,
-            "quantized_matrices": 120 * (arm != BF16),
-            "weight_bytes": 10**6 * (270 - i),
-            "answers": {"Who?": f"{arm} says\n\n1 | 2"},
-            "regret": {"Who?": 0.01 * i},
-            "perplexity": 20.0 + i,
-            "nll": [3.0 + 0.1 * i, 3.2 + 0.1 * i],
-            "tokens": 510,
-            "mismatch_kl_k3": 1e-3,
-            "ess": 0.99,
-            "logprob_abs_diff_mean": 0.01,
-            "sampled_tokens": 99,
-        }
-        for i, arm in enumerate(ARMS)
-    ]
-    return [environment, {"kind": "weights", "matrices": 20, **grid, **peaks}, *arms]
-
-
-def test_the_tables_show_every_arm_beside_bf16() -> None:
-    formats = pretrained.formats(rows()).splitlines()
-    assert [line.split("`")[1] for line in formats[2 : 2 + len(ARMS)]] == list(ARMS)
-    assert "| 21.00 | +0.1000 +- 0.0000 | 1.0e-03 |" in formats[3]
-    assert "| Who? | `bf16` | bf16 says / 1   2 |" in pretrained.answers(rows())
-    assert "2.00% to the weights" in pretrained.weights(rows())
+def test_the_trainers_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen3").bfloat16()
+    rollout = SimpleNamespace(prompt_tokens=[[5, 6, 7], [8]], tokens=[[9, 10], [11, 12, 13]])
+    got = measured.response_logprobs(model, rollout)
+    assert got.shape == (2, 3) and got[0, 2] == 0 and bool((got[1] < 0).all())
+    for prompt, response, row in zip(rollout.prompt_tokens, rollout.tokens, got, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + response])).logits[0].float()
+        logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        wanted = logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+        assert (row[: len(response)] - wanted).abs().mean() < BF16_HEAD
+    monkeypatch.setattr(measured, "LOGITS_AT_ONCE", 1)
+    torch.testing.assert_close(measured.response_logprobs(model, rollout), got)
 
 
 def test_the_summary_of_the_demo_has_both() -> None:
     step = {"mismatch_kl_k3": 2e-3, "update_s": 1.5}
-    measured = {row["arm"]: row for row in rows()[2:]}
-    text = summary(measured, {arm.name: [step, step] for arm in TRAINED})
-    for arm in MEASURED:
-        row = measured[arm]
+    found = {
+        arm: {
+            "quantized_matrices": 120,
+            "weight_bytes": 10**6 * (270 - i),
+            "answers": {"Who?": f"{arm} says"},
+            "regret": {"Who?": 0.01 * i},
+            "perplexity": 20.0,
+            "tokens": 510,
+            "mismatch_kl_k3": 1e-3,
+        }
+        for i, arm in enumerate(MEASURED)
+    }
+    text = summary(found, {arm.name: [step, step] for arm in TRAINED})
+    for arm, row in found.items():
         assert f"{arm} says" in text and f"({row['regret']['Who?']:.2f} nats)" in text
         assert f"weights {row['weight_bytes'] // 10**6} MB" in text
     assert text.count("2 steps of GRPO") == 2
-
-
-def test_the_pretrained_model_has_a_picture_of_its_own(tmp_path: Path) -> None:
-    series = {"reward": [0.1, 0.2], "mismatch_kl_k3": [1e-3, 1e-3], "ess": [0.9, 0.8]}
-    runs = [{"kind": "run", "arm": "smollm2-bf16", "seed": 0, "series": series}]
-    environment = {"device": "CPU", "commit": "abc1234"}
-    picture.draw([environment, *runs], tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-def test_each_prompt_comes_first_in_turn() -> None:
-    found = list(kv_orders.orders(12))
-    assert [order[0] for order in found] == [*range(6)] * 2
-    assert {tuple(sorted(order)) for order in found} == {tuple(range(6))}
-    assert len({tuple(order) for order in found}) == 12
-    assert found[:7] == list(kv_orders.orders(7))
 
 
 class Words:

@@ -114,7 +114,7 @@ def test_what_the_command_line_refuses(
         (["tiny", "--layers", "2"], "name another --output"),
         (["tiny", "--only", "absent"], "no job matches absent"),
         (["update"], "nvidia-smi found no GPU"),
-        (["mitigations"], "there is no GPU here"),
+        (["fp8_forward"], "there is no GPU here"),
     ):
         with pytest.raises(SystemExit):
             run.main(words)

@@ -47,7 +47,6 @@ TOGETHER = (
         "delta_scatter",
         "expert_rows",
         "formats",
-        "heads_triton",
         "sample_triton",
         "weight_quant_triton",
     ),

@@ -289,3 +289,15 @@ def test_attributes_of_newer_versions_are_looked_for_there(
     monkeypatch.setattr(compat, "sglang_version", lambda: version)
     looked_for = [("sglang.version.__version__.gone", False)]
     assert compat.check_attributes() == (looked_for if is_newer else [])
+
+
+def test_what_a_started_engine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/engine`` starts engines of both versions, whose objects have all of it."""
+    monkeypatch.setattr(compat.attributes, "ATTRIBUTES", {"sglang.Pool": "size available_size"})
+    paths = {"sglang.Pool": "runner.pool"}
+    pool = SimpleNamespace(size=1, available_size=1)
+    compat.check_live(SimpleNamespace(runner=SimpleNamespace(pool=pool)), paths)
+    del pool.available_size
+    for scheduler in (SimpleNamespace(runner=SimpleNamespace(pool=pool)), SimpleNamespace()):
+        with pytest.raises(compat.IncompatibleSGLangError, match=r"Pool\.(available_)?size"):
+            compat.check_live(scheduler, paths)

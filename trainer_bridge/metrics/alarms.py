@@ -16,7 +16,7 @@ are too small. An unsampled tail without any other symptom still looks like top-
 not sampled, so the ratio_mean alarm does not apply to them.
 
 NaN and infinity raise no alarm: ``correct`` refuses them. docs/correction.md has the published and
-the measured values of each fault, benchmarks/alarms the measurement.
+the measured values of each fault.
 """
 
 import logging
@@ -30,7 +30,7 @@ from trainer_bridge.serving_engines import KV_CLIPPED
 logger = logging.getLogger(__name__)
 
 # Beside each threshold: the worst healthy batch of 5000 tokens, then medians of faults that fire
-# it, from benchmarks/alarms: policies of 2 and 4 layers, entropy 0.1 and 1.3 nats.
+# it, from docs/correction.md: policies of 2 and 4 layers, entropy 0.1 and 1.3 nats.
 KL_OF_ENTROPY = 0.05  # FP8 0.0014, FP8 KV 0.018; scales doubled 0.06, lost 0.8, an old policy 0.29
 KL_MOST = 0.1  # nats, verl's guideline, for policies of high entropy: FP8 0.0006, lost 2.2
 ENTROPY_FLOOR = 0.02  # nats: a policy of zero entropy may differ by 0.001

@@ -1,4 +1,4 @@
-"""examples/verl, its command in the docs, and the runs of ``frameworks.verl_trainer``."""
+"""examples/verl, its command in the docs, and what ``main_ppo`` prepares."""
 
 import os
 import shlex
@@ -11,22 +11,21 @@ import pytest
 pytest.importorskip("verl")
 
 import datasets
-from hydra import compose, initialize_config_dir, initialize_config_module
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_dir
 from transformers import AutoTokenizer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
+from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import default_compute_score
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from benchmarks.frameworks import verl_trainer
 from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
 from sgl_fp8rl.integrations.verl.trainer import Trainer
+from tests.integrations.verl import main_ppo
+from tests.integrations.verl.main_ppo import EXAMPLE
 
-EXAMPLE = verl_trainer.ROOT / "examples" / "verl"
-PAGE = (verl_trainer.ROOT / "docs" / "frameworks.md").read_text()
+PAGE = (main_ppo.ROOT / "docs" / "frameworks.md").read_text()
 COMMAND = "python -m verl.trainer.main_ppo --config-path=$PWD/examples/verl --config-name=fp8rl"
 FILES = {part: f"gsm8k-{part}.parquet" for part in ("train", "test")}
 
@@ -34,11 +33,6 @@ FILES = {part: f"gsm8k-{part}.parquet" for part in ("train", "test")}
 def configuration(overrides: list[str]) -> Any:
     with initialize_config_dir(str(EXAMPLE), version_base=None):
         return compose("fp8rl", overrides=overrides)
-
-
-def of(arm: str) -> Any:
-    """The configuration of a run."""
-    return configuration(verl_trainer.overrides(arm, 2, 20, 0, Path("folder")))
 
 
 def documented(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -105,7 +99,7 @@ def test_the_documented_snippet_writes_what_verl_reads(
         patched.setattr(datasets, "load_dataset", load)
         patched.chdir(tmp_path)
         exec(snippet, {})
-    verl_trainer.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    main_ppo.tokenizer().save_pretrained(tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     for name in FILES.values():
         prompts = RLHFDataset(str(tmp_path / name), tokenizer, configuration([]).data)
@@ -118,37 +112,8 @@ def test_the_documented_snippet_writes_what_verl_reads(
             assert default_compute_score(row["data_source"], "#### 5", truth) == 0.0
 
 
-def test_arms_differ_in_their_keys_only() -> None:
-    keys = {
-        "fp8rl": ("fp8rl", "fp8_e4m3", Trainer),
-        "bf16": (None, None, PPOTrainerSync),
-        "stock-fp8": ("fp8", None, PPOTrainerSync),
-    }
-    rest = []
-    for arm in verl_trainer.ARMS:
-        whole = of(arm)
-        rollout = whole.actor_rollout_ref.rollout
-        OmegaConf.set_struct(whole, False)
-        found = (
-            rollout.pop("quantization"),
-            rollout.engine_kwargs.sglang.pop("kv_cache_dtype", None),
-            get_trainer_cls(whole.trainer.v1.pop("trainer_mode")),
-        )
-        assert found == keys[arm]
-        rest.append(OmegaConf.to_container(whole))
-    assert rest[0] == rest[1] == rest[2]
-
-
-def test_stock_arms_have_verls_own_trainer() -> None:
-    """The name of ours is unknown without the plugin."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        own = compose("ppo_trainer").trainer.v1.trainer_mode
-    stock = {of(arm).trainer.v1.trainer_mode for arm in verl_trainer.ARMS if arm != "fp8rl"}
-    assert stock == {own}
-
-
 def test_verl_reads_the_policy_and_the_prompts(tmp_path: Path) -> None:
-    verl_trainer.prepare(tmp_path, 0, 4, {})
+    main_ppo.prepare(tmp_path, 4)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     config = configuration([]).data
     prompts = RLHFDataset(str(tmp_path / "prompts.parquet"), tokenizer, config)
@@ -156,4 +121,4 @@ def test_verl_reads_the_policy_and_the_prompts(tmp_path: Path) -> None:
     builder = create_continuous_token_builder(tokenizer, hf_model_type="qwen3")
     assert builder.build_initial_tokens(prompts[2]["raw_prompt"]) == [16, 17, 18, 19]
     words = tokenizer.decode([1, 2, 509, 508, 510, 511], skip_special_tokens=True)
-    assert verl_trainer.even(words) == pytest.approx(2 / 3)
+    assert main_ppo.even(words) == pytest.approx(2 / 3)

@@ -1,8 +1,7 @@
 """verl's whole trainer on this CPU: ``verl.trainer.main_ppo`` with the example's configuration.
 Names of metrics are verl's.
 
-``benchmarks.frameworks.verl_cpu`` says what differs from a run on GPUs. A run that fails shows its
-log's end.
+``verl_cpu`` says what differs from a run on GPUs. A run that fails shows its log's end.
 """
 
 import json
@@ -20,8 +19,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from benchmarks.frameworks import verl_log, verl_parity
-from tests.integrations.verl import gloo
+from tests.integrations.verl import gloo, main_ppo
 
 STEPS = 3
 LEARNING_RATE = 1e-2
@@ -32,7 +30,7 @@ FP8_KL = 0.01
 END_S = 60.0
 """Ray's processes end after the one that started them."""
 # of two runs: a test's own and that of its fixture
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(2 * (verl_parity.LIMIT_S + 2 * END_S))]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2 * (main_ppo.LIMIT_S + 2 * END_S))]
 
 LORA = [
     "actor_rollout_ref.model.lora_rank=8",
@@ -53,12 +51,12 @@ def run(arm: str, ranks: int, steps: int, *more: str) -> tuple[str | None, Steps
     """The failure, if there is one, and what verl logged; no process is left."""
     with run_folder() as folder:
         rate = f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}"
-        failure = verl_parity.run(arm, ranks, steps, 0, folder, rate, *more)
+        failure = main_ppo.run(arm, ranks, steps, folder, rate, *more)
         deadline = time.monotonic() + END_S
         while left := processes_of(folder):
             assert time.monotonic() < deadline, f"processes {left} are left; {failure}"
             time.sleep(0.2)
-        logged = folder / verl_log.METRICS
+        logged = folder / main_ppo.METRICS
         lines = logged.read_text().splitlines() if logged.exists() else []
         return failure, [json.loads(line)["data"] for line in lines]
 

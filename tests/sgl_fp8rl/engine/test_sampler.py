@@ -1,6 +1,7 @@
 """Our draw beside SGLang's own sampler: the same tokens and logprobs, and whom it serves."""
 
 import math
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -359,3 +360,16 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     assert statistic < 31.3
     flat = torch.softmax(x[0], -1) * draws  # a control: the distribution at T = 1
     assert ((torch.bincount(tokens.long(), minlength=vocab) - flat) ** 2 / flat).sum() > 300
+
+
+def test_a_new_field_of_sampling_is_left_to_stock(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may shape the distribution. The fields of the tested versions are known."""
+    assert sampler._knows_all_fields()
+    newer = make_dataclass("Newer", ["temperatures", "dry_multiplier"])
+    monkeypatch.setattr(compat, "SamplingBatchInfo", newer)
+    sampler._knows_all_fields.cache_clear()
+    assert left()
+    assert "dry_multiplier" in caplog.text
+    sampler._knows_all_fields.cache_clear()

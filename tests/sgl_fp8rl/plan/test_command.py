@@ -308,7 +308,7 @@ def test_a_run_beside_its_prediction(
         (["--reserved-gib", "-1"], "--reserved-gib must be at least 0"),
         (["--train-s", "inf"], "--train-s must be at least 0"),
         (["--tp", "-1"], "--tp must be at least 1"),
-        (["--json", "--source", "aiconfigurator"], "--json prints predictions alone"),
+        (["--json", "--check", "run.json"], "--json prints predictions alone"),
         (["--reserved-gib", "139"], "the model does not fit"),
         (["--tp", "4"], "--tp 4 needs more than --gpus 1; give it --gpus 4"),
         (["--tp", "3"], "--tp 3 does not divide the model's 32 heads"),

@@ -3,9 +3,10 @@
 import pytest
 
 from benchmarks.engines import models
-from benchmarks.plan.fit import kernels
 from sgl_fp8rl.plan import gemms, shape
+from sgl_fp8rl.plan.speed import speed_of
 
+KERNELS = speed_of(1.0).kernels
 QWEN = shape.of(models.config(models.MODELS["qwen3-8b"]))
 MEASURED = gemms.Measured((64, 128), (10.0, 30.0))
 LINE_ERROR = 0.17
@@ -28,7 +29,7 @@ def test_shapes_are_those_of_the_layer() -> None:
 
 def test_a_layer_is_the_sum_of_its_table() -> None:
     """At 128 rows stock runs gate_up by a slow kernel, and ours by another one."""
-    ours, stock = (gemms.layer_ms(QWEN, 128, stack, kernels().lines) for stack in ("ours", "stock"))
+    ours, stock = (gemms.layer_ms(QWEN, 128, stack, KERNELS.lines) for stack in ("ours", "stock"))
     table = gemms.table("ours")
     places = [table[n, k].us[table[n, k].rows.index(128)] for n, k in gemms.shapes_of(QWEN)]
     assert ours == pytest.approx(sum(places) / 1e3)
@@ -37,7 +38,7 @@ def test_a_layer_is_the_sum_of_its_table() -> None:
 
 @pytest.mark.parametrize("stack", gemms.STACKS)
 def test_a_line_is_near_what_it_goes_through(stack: str) -> None:
-    line = kernels().lines[stack]
+    line = KERNELS.lines[stack]
     errors = [
         abs(line.us(n, k, m) / us - 1)
         for (n, k), measured in gemms.table(stack).items()

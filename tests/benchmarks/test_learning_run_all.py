@@ -1,0 +1,182 @@
+"""All jobs of the study, with small scripts in their place: order, room, deadline, going on."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import processes
+from benchmarks.learning import run_all
+from benchmarks.learning.run_all import Job, run_jobs
+from benchmarks.learning.study import CONTROL, DEFAULT_ARMS, SIZES, Study
+
+ROOT = Path(__file__).parents[2]
+LONG_S = 60.0
+SHARED = """
+import os, pathlib, sys, time
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+gpu = os.environ["CUDA_VISIBLE_DEVICES"]
+(folder / f"{name}.on{gpu}").touch()
+beside = len(list(folder.glob(f"*.on{gpu}")))
+"""
+WORKS = SHARED + (
+    "time.sleep(0.3); (folder / f'{name}.saw{beside}').touch()\n"
+    "(folder / f'{name}.on{gpu}').unlink(); (folder / f'{name}.done').touch()"
+)
+FAILS = SHARED + "print('why it failed'); sys.exit(1)"
+FAILS_ONCE = "import pathlib, sys\nif not pathlib.Path(sys.argv[1], 'tried').exists():\n" + (
+    "    pathlib.Path(sys.argv[1], 'tried').touch(); sys.exit(1)\n" + WORKS
+)
+HANGS = SHARED + (
+    "import subprocess\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "unread = folder / 'unread'; unread.write_text(str(child.pid))\n"
+    "unread.replace(folder / 'child'); time.sleep(60)"
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting between starts, and no time that a job must have before it."""
+    monkeypatch.setattr(run_all, "BETWEEN_STARTS_S", 0.0)
+    monkeypatch.setattr(run_all, "LEAST_S", 0.0)
+    monkeypatch.setattr(processes, "POLL_S", 0.02)
+
+
+def job(folder: Path, name: str, script: str) -> Job:
+    command = (sys.executable, "-c", script, str(folder), name)
+    return Job(name, command, (folder / f"{name}.done",))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; what has ended and waits for its parent does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_jobs_fill_the_gpus_once(tmp_path: Path) -> None:
+    jobs = [job(tmp_path, f"run{i}", WORKS) for i in range(6)]
+    slots = ["0", "1"] * 2
+    run_jobs(jobs, slots, tmp_path / "logs", time.time() + LONG_S)
+    assert all(job.is_done for job in jobs)
+    beside = [int(path.suffix[4:]) for path in tmp_path.glob("*.saw*")]
+    assert len(beside) == 6
+    assert max(beside) <= 2  # on one GPU
+    # All is done, so nothing starts again.
+    for path in tmp_path.glob("*.saw*"):
+        path.unlink()
+    run_jobs(jobs, slots, tmp_path / "logs", time.time() + LONG_S)
+    assert not list(tmp_path.glob("*.saw*"))
+
+
+def test_a_failed_job_does_not_stop_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [job(tmp_path, "fails", FAILS), job(tmp_path, "works", WORKS)]
+    run_jobs(jobs, [""], tmp_path / "logs", time.time() + LONG_S)
+    assert [job.is_done for job in jobs] == [False, True]
+    assert capsys.readouterr().out.count("fails  failed: 1") == 2  # it was tried once more
+    assert (tmp_path / "logs" / "fails.log").read_text().count("why it failed") == 2
+
+
+def test_a_job_that_failed_once_is_done(tmp_path: Path) -> None:
+    """As an engine whose port was taken as it started."""
+    run_jobs([job(tmp_path, "run", FAILS_ONCE)], [""], tmp_path / "logs", time.time() + LONG_S)
+    assert (tmp_path / "run.done").exists()
+
+
+def assert_ends(child: Path) -> None:
+    """Who inherits a process that was killed reaps it a moment later."""
+    deadline = time.monotonic() + 10
+    while is_alive(int(child.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(int(child.read_text()))
+
+
+def test_nothing_outlives_the_deadline(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    run_jobs([job(tmp_path, "run", HANGS)], ["0"], tmp_path / "logs", time.time() + 6)
+    assert time.monotonic() - begun < 40  # it hangs for 60 s
+    assert_ends(tmp_path / "child")
+
+
+def test_a_job_without_time_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_all, "LEAST_S", 30.0)
+    run_jobs([job(tmp_path, "run", WORKS)], ["0"], tmp_path / "logs", time.time() + 20)
+    assert not list((tmp_path / "logs").iterdir())
+
+
+def test_a_call_that_is_ended_ends_its_jobs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CALL, str(tmp_path), HANGS]
+    call = subprocess.Popen(command, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "child").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    call.terminate()
+    assert call.wait(timeout=10) == 1
+    assert_ends(tmp_path / "child")
+
+
+CALL = """
+import sys
+from pathlib import Path
+from benchmarks.learning import run_all
+
+folder, script = Path(sys.argv[1]), sys.argv[2]
+command = (sys.executable, "-c", script, str(folder), "run")
+job = run_all.Job("run", command, (folder / "run.done",))
+run_all.phases_of = lambda of, args: [(args.until, [job])]
+sys.argv = ["run_all", "--state", str(folder / "state")]
+run_all.main()
+"""
+
+
+def study_and_words(state: Path, size: str = "large") -> tuple[Study, list[str]]:
+    study = Study(state, size, SIZES[size], torch.device("cpu"))
+    return study, ["--state", str(state), "--size", size]
+
+
+def test_the_jobs_of_the_study(tmp_path: Path) -> None:
+    study, words = study_and_words(tmp_path)
+    words += ["--settings", '{"rate": 1.0}']
+    args = run_all.arguments([*words, "--seeds", "3"])
+    (_, starts), (_, runs), (_, evaluations) = run_all.phases_of(study, args)
+    assert [job.name for job in starts] == ["start"]
+    assert len(runs) == 3 * len(DEFAULT_ARMS)
+    assert {job.name[-2:] for job in runs[: len(DEFAULT_ARMS)]} == {"-0"}
+    last = runs[-1]
+    assert last.makes == (tmp_path / f"{CONTROL}-2" / "finished",)
+    assert {*words, "--arm", CONTROL, "--seed", "2", "--until"} <= set(last.command)
+    stops = float(last.command[last.command.index("--until") + 1])
+    evaluations_s = run_all.EVALUATION_S + (1 + len(DEFAULT_ARMS)) * run_all.EVALUATED_S
+    assert stops + run_all.GRACE_S + evaluations_s == pytest.approx(args.until, abs=1)
+    assert [path.parent.name for path in evaluations[1].makes][:2] == ["start", "bf16-1"]
+    assert [job.name for job in evaluations] == [f"held-out-{seed}" for seed in range(3)]
+    some = run_all.arguments([*words, "--first-seed", "2", "--seeds", "1", "--arms", "bf16"])
+    assert [job.name for _, jobs in run_all.phases_of(study, some) for job in jobs] == [
+        "start",
+        "bf16-2",
+        "held-out-2",
+    ]
+
+
+def test_no_run_begins_without_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[list[str]] = []
+    monkeypatch.setattr(
+        run_all, "run_jobs", lambda jobs, *given: phases.append([job.name for job in jobs])
+    )
+    monkeypatch.setattr(sys, "argv", ["run_all", "--state", str(tmp_path), "--seeds", "1"])
+    with pytest.raises(SystemExit, match="left: start, bf16-0, kv8-none-0, "):
+        run_all.main()
+    assert phases == [["start"]]
+    (tmp_path / "start").mkdir()
+    with pytest.raises(SystemExit, match="left: start, bf16-0"):
+        run_all.main()
+    assert phases[-1] == ["held-out-0"]
