@@ -24,8 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor.run(arguments.json)
     if arguments.command == "kv-report":
         return _kv_report(arguments)
-    if arguments.command == "plot":
-        return _plot(arguments)
     if arguments.command == "tune":
         return _tune(arguments.model, arguments.tp)
     if arguments.command == "precision":
@@ -112,24 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print no report; have the engine measure the error of its next prefills",
     )
-    plot = commands.add_parser("plot", help="draw the metrics of runs side by side")
-    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="JSONL file, or its folder")
-    plot.add_argument("--out", metavar="FILE.png", type=Path, default=Path("runs.png"))
-    plot.add_argument("--metrics", nargs="+", metavar="NAME", default=[], help="metrics to draw")
     return parser
-
-
-def _plot(arguments: argparse.Namespace) -> int:
-    if find_spec("matplotlib") is None:
-        sys.exit("sgl-fp8rl plot needs matplotlib; run pip install matplotlib")
-    from trainer_bridge.metrics import draw
-
-    try:
-        draw(arguments.runs, arguments.out, arguments.metrics)
-    except (OSError, ValueError) as error:
-        sys.exit(f"sgl-fp8rl plot: {error}")
-    print(arguments.out)
-    return 0
 
 
 def _kv_report(arguments: argparse.Namespace) -> int:

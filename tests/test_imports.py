@@ -21,7 +21,7 @@ LAYERS = (
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
     "trainer_bridge.arguments trainer_bridge.sampling "
-    "trainer_bridge.http_exchange trainer_bridge.http_opening trainer_bridge.http_requests "
+    "trainer_bridge.http_requests "
     "trainer_bridge.engine_client "
     "trainer_bridge.routed_experts trainer_bridge.rank_values "
     "trainer_bridge.engine_norms trainer_bridge.codes_memory trainer_bridge.fp8_weights "
@@ -35,19 +35,19 @@ LAYERS = (
     "trainer_bridge.transfer_plan trainer_bridge.weights trainer_bridge.weights_digest "
     "trainer_bridge.packer trainer_bridge.layout trainer_bridge.sender trainer_bridge.in_place "
     "trainer_bridge.placed_shards trainer_bridge.code_pieces trainer_bridge.shard_codes "
-    "trainer_bridge.image_changes trainer_bridge.faster_way trainer_bridge.lookahead "
+    "trainer_bridge.image_changes trainer_bridge.lookahead "
     "trainer_bridge.engine_connection trainer_bridge.connections trainer_bridge.collective "
-    "trainer_bridge.filler trainer_bridge.shard_ranges trainer_bridge.shared_filling "
-    "trainer_bridge.chunk_sender trainer_bridge.shared_sending "
+    "trainer_bridge.filler trainer_bridge.shard_ranges "
+    "trainer_bridge.chunk_sender trainer_bridge.part_sender trainer_bridge.shared_sending "
     "trainer_bridge.side_by_side trainer_bridge.serving_engines "
     "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.session_engines "
-    "trainer_bridge.session_images trainer_bridge.session_chunks trainer_bridge.update_session "
+    "trainer_bridge.session_images trainer_bridge.update_session "
     "trainer_bridge.transaction "
     "trainer_bridge.replies",
     "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
     "trainer_bridge.metrics",
     "trainer_bridge.correction",
-    "trainer_bridge.update trainer_bridge.controller trainer_bridge.fp8_forward",
+    "trainer_bridge.update trainer_bridge.fp8_forward",
     "trainer_bridge.chain",
     "trainer_bridge",
     # adapters of trainers: nothing of the engine

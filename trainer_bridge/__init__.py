@@ -31,7 +31,6 @@ To compute the forward with the very FP8 codes that the engine serves:
 """
 
 from trainer_bridge.connections import close
-from trainer_bridge.controller import Controller, Decision, Request
 from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
 from trainer_bridge.engine_client import EngineError, connect
 from trainer_bridge.fp8_forward import FP8Forward, fp8_forward
@@ -52,14 +51,11 @@ from trainer_bridge.update import UpdateResult, update
 __all__ = [
     "PRESETS",
     "Alarm",
-    "Controller",
     "Correction",
     "CorrectionConfig",
-    "Decision",
     "EngineError",
     "FP8Forward",
     "KVCalibrator",
-    "Request",
     "Rollout",
     "TokenMismatch",
     "UpdateResult",

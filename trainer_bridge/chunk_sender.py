@@ -1,225 +1,97 @@
-"""What one rank of a trainer sends to engines on other hosts: every so many-th chunk."""
+"""Sends the chunks of one update, or every so many-th of them, in flight as many as have slots."""
 
-import logging
-import time
-from collections import OrderedDict
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Protocol
 
-import torch
-
-from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.image import Image, Steps
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import SLOTS
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.filler import Filler
-from trainer_bridge.image_changes import ImageChanges, sent_as
+from sgl_fp8rl.protocol.image import Steps
 from trainer_bridge.lookahead import Lookahead
-from trainer_bridge.packer import packer_on
-from trainer_bridge.rank_values import exchanged
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport.bucket import bucket_on
-from trainer_bridge.transport.rank_client import Content
-from trainer_bridge.transport.relay_client import RelayClient
+from trainer_bridge.transport.rank_client import Content, EngineRanks
 
-logger = logging.getLogger(__name__)
-
-CONNECT_S = 10.0
-"""Seconds that a connection may take, while engines wait."""
-KEPT = 2
-"""Images of this rank's chunks that are remembered; each is its part of a model."""
+Message = dict[str, Any]
 
 
-@exchanged
-class Relay(NamedTuple):
-    """How a rank reaches an engine's relay."""
+class Readers(Protocol):
+    """The engines that chunks are sent to."""
 
-    where: dict[str, Any]
-    token: str
-    """Of the session."""
-    timeout_s: float
-    """Seconds that the engine may take over a step."""
+    @property
+    def ranks(self) -> list[EngineRanks]:
+        """Those of each engine that is still in the update."""
 
-
-@exchanged
-class Sent(NamedTuple):
-    """What a rank has sent."""
-
-    fault: str | None
-    """What is wrong with this rank's part; no engine is to blame."""
-    errors: dict[str, str]
-    """Why engines did not get it, by name."""
-    network_bytes: int
-
-
-class Images:
-    """What this rank sent in updates before, by the names of their images."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, Image] = OrderedDict()
-
-    def changes(self, before: str, name: str) -> ImageChanges:
-        """The changes of an update to the image ``before``, which make the image ``name``."""
-        kept = self._kept.get(before)
-        changes = ImageChanges([kept] if kept is not None else [Image(before, {})], {before})
-        changes.name = name
-        return changes
-
-    def forget(self) -> None:
-        """Engines keep none any more."""
-        self._kept.clear()
-
-    def keep(self, changes: ImageChanges) -> None:
-        """The update has committed."""
-        self._kept.pop(changes.before, None)
-        self._kept[changes.name] = changes.commit()
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-
-
-IMAGES = Images()
+    def wait(self) -> object:
+        """Wait for the next reply of each. What becomes of an engine that has none, and of the
+        update, is decided here."""
 
 
 class ChunkSender:
-    """The sending of a rank that does not lead.
+    """Sends chunks that are filled, and says when a slot is free for the next one.
 
     Args:
-        device: this rank's GPU, where weights are quantized; None where they are in host memory.
-        dtype: the engine's.
-        number, senders: its place among the ranks that send, and how many there are.
-        relays: of the engines, by name.
-        kv_scales: those of the update, which its first rank has.
-        images: those that changes are of, and that they make; empty where there are none.
-
-    Raises:
-        EngineError: an engine cannot be reached from here.
+        content: what a chunk holds, for engines that keep these images and do not read the bucket;
+            None where they read it.
+        number, senders: the place of this rank among those of the trainer that send in turn.
     """
 
     def __init__(
         self,
         plan: TransferPlan,
-        device: torch.device | None,
-        dtype: torch.dtype,
-        number: int,
-        senders: int,
-        relays: Mapping[str, Relay],
-        kv_scales: torch.Tensor | None,
-        images: tuple[str, str],
+        readers: Readers,
+        content: Callable[[int, list[str | None]], Steps[Content | None]],
+        number: int = 0,
+        senders: int = 1,
     ) -> None:
-        self._plan, self._number, self._senders = plan, number, senders
-        self._kv_scales = kv_scales
-        self._changes: ImageChanges | None = None
-        if images[1]:
-            self._changes = IMAGES.changes(*images)
-        else:
-            IMAGES.forget()
-        # in host memory, only the pages of this rank's slots are ever touched
-        self._memory = bucket_on(device, plan.manifest.bucket_bytes, is_remote=True)
-        self._bucket = self._memory.content
-        self._packer = packer_on(device, plan, self._bucket, dtype)
-        self._packer.begin()
-        self._ahead = Lookahead[tuple[int, Content]]()
-        self._filler = Filler(plan, self._send, self._await_slot, self._packer)
+        self._plan, self._readers, self._content = plan, readers, content
+        self._number, self.senders = number, senders
         self._in_flight = 0
-        self._fault: str | None = None
-        self._errors: dict[str, str] = {}
-        self._relays: dict[str, RelayClient] = {}
-        try:
-            for engine, (where, token, timeout_s) in relays.items():
-                self._relays[engine] = RelayClient(where, token, None, timeout_s, CONNECT_S)
-        except BaseException:
-            self.close()
-            raise
+        """Chunks that the engines are reading."""
+        self._ahead = Lookahead[tuple[Message, Content | None]]()
 
-    def put(self, index: int, whole: torch.Tensor) -> None:
-        """Put a parameter in; whatever fails is told at the end."""
-        shape = self._plan.sources[index].shape
-        if whole.shape != shape:
-            self._fault = f"a parameter of shape {tuple(shape)} was gathered as {whole.shape}"
-        self._try(partial(self._filler.put, index, (whole.to(self._bucket.device), 0)))
-
-    def finish(self) -> Sent:
-        """Send what is left, and wait until engines have read it."""
-        scales = self._plan.index_of(KV_SCALES)
-        if scales is not None and self._kv_scales is not None:
-            self.put(scales, self._kv_scales)
-        self._try(self._send_rest)
-        while self._in_flight:
-            self._wait()
-        self._try(self._packer.finish)
-        return Sent(
-            self._fault, self._errors, sum(relay.network_bytes for relay in self._relays.values())
-        )
-
-    def committed(self) -> None:
-        """The engines have what was sent."""
-        if self._changes is not None:
-            _, error = attempt(IMAGES.keep, self._changes)
-            if error is not None:  # the next update is sent whole
-                logger.error("what was sent is not kept", exc_info=error)
-
-    def close(self) -> None:
-        """Hang up."""
-        for relay in self._relays.values():
-            relay.close()
-        del self._filler, self._ahead  # they refer to here: a cycle would keep the bucket
-
-    def _try(self, action: Any) -> None:
-        if self._fault is not None:
-            return
-        _, error = attempt(action)
-        if error is not None:
-            logger.error("a rank could not send its part", exc_info=error)
-            self._fault = str(error) or type(error).__name__
-
-    def _open(self) -> list[str]:
-        return [engine for engine in self._relays if engine not in self._errors]
-
-    def _is_mine(self, chunk: int) -> bool:
-        return chunk % self._senders == self._number
-
-    def _await_slot(self, chunk: int) -> bool:
+    def await_slot(self, chunk: int) -> bool:
+        """Wait until a chunk may be filled; False where this rank does not fill it."""
         if not self._is_mine(chunk):
             return False
         self._await_engine()
-        return bool(self._open())
+        return bool(self._readers.ranks)  # or the bucket may be gone
 
-    def _await_engine(self) -> None:
-        """Wait until engines have read so much that a slot is free."""
-        while self._in_flight >= SLOTS:
-            self._wait()
-
-    def _send(self, chunk: int) -> None:
-        if not self._is_mine(chunk) or not self._open():
+    def send(self, chunk: int, **more: Any) -> None:
+        """Send a chunk that is filled, with more in its message."""
+        if not self._is_mine(chunk) or not self._readers.ranks:
             return
-        for ready in self._ahead.push(self._filled(chunk)):
+        for ready in self._ahead.push(self._filled({"op": "chunk", "index": chunk, **more})):
             self._send_filled(*ready)
 
-    def _filled(self, chunk: int) -> Steps[tuple[int, Content]]:
-        offset, size = self._plan.extent(chunk)
-        content = Content(offset, self._bucket[offset : offset + size])
-        held = [self._relays[engine].image for engine in self._open()]
-        return chunk, (yield from sent_as(self._changes, chunk, content, held))
-
-    def _send_filled(self, chunk: int, content: Content) -> None:
-        self._await_engine()
-        for engine in self._open():
-            self._relays[engine].send_chunk({"op": "chunk", "index": chunk}, content)
-        self._in_flight += 1
-
-    def _send_rest(self) -> None:
-        self._filler.finish()
+    def finish(self) -> None:
+        """Send what the GPU is still at work on."""
         for ready in self._ahead.drain():
             self._send_filled(*ready)
 
+    def await_read(self) -> None:
+        """Wait until all is read."""
+        while self._in_flight:
+            self._wait()
+
+    def close(self) -> None:
+        """End, once."""
+        del self._ahead, self._content  # they refer to here: a cycle would keep the bucket
+
+    def _is_mine(self, chunk: int) -> bool:
+        return chunk % self.senders == self._number
+
+    def _filled(self, message: Message) -> Steps[tuple[Message, Content | None]]:
+        held = [ranks.image for ranks in self._readers.ranks]
+        return message, (yield from self._content(message["index"], held))
+
+    def _send_filled(self, message: Message, content: Content | None) -> None:
+        self._await_engine()
+        for ranks in self._readers.ranks:
+            ranks.send_chunk(message, content)
+        self._in_flight += 1
+
+    def _await_engine(self) -> None:
+        """Wait until engines have read so much that a slot is free."""
+        while self._in_flight >= self._plan.manifest.slots // self.senders:
+            self._wait()
+
     def _wait(self) -> None:
         self._in_flight -= 1
-        began = time.monotonic()
-        for engine in self._open():
-            try:
-                self._relays[engine].wait(began)
-            except EngineError as error:
-                self._errors[engine] = str(error)
-                self._relays[engine].close()
+        self._readers.wait()

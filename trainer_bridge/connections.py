@@ -5,9 +5,9 @@ import time
 import weakref
 from typing import Any
 
-from trainer_bridge.chunk_sender import IMAGES
 from trainer_bridge.engine_client import EngineClient, connect, normalized, server_key
 from trainer_bridge.engine_connection import EngineConnection
+from trainer_bridge.part_sender import IMAGES
 from trainer_bridge.shard_codes import CODES_REGISTRY
 
 EXIT_TIMEOUT_S = 2.0

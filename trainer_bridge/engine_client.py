@@ -7,14 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.arguments import seconds
-from trainer_bridge.http_exchange import Answer, Fault, ReplyTooLongError
-from trainer_bridge.http_requests import post_all
+from trainer_bridge.http_requests import Answer, Fault, ReplyTooLongError, post_all
 
 logger = logging.getLogger(__name__)
 
@@ -205,10 +204,8 @@ class HTTPEngine:
     def _post(self, path: str, messages: Sequence[Any], timeout: float | None) -> list[Any]:
         timeout = seconds("timeout", timeout)
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        url, replies = self.address + path, [None] * len(messages)
-        for index, answer in post_all(url, messages, headers, timeout):
-            replies[index] = self._read(url, answer)
-        return replies
+        url = self.address + path
+        return post_all(url, messages, headers, partial(self._read, url), timeout)
 
     def _read(self, url: str, answer: Answer | Fault) -> Any:
         """The JSON of a reply, or an EngineError."""

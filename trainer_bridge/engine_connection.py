@@ -10,7 +10,6 @@ from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from trainer_bridge.commit_decision import CommitDecision
 from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineClient, EngineError
-from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.layout import check_layout
 from trainer_bridge.sender import Sender
 from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
@@ -39,8 +38,6 @@ class EngineConnection:
         manifest. It outlasts a failure: the engine says what it holds."""
         self.image_failed = False
         """Whether the last update that changed it failed: after a second one the next is whole."""
-        self.way: FasterWay | None = None
-        """What updates that it was sent took."""
         self._layout: dict[str, Any] | None = None
         self._ranks: EngineRanks | None = None
         self.is_remote = False

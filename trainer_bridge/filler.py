@@ -7,9 +7,6 @@ import torch
 from trainer_bridge.packer import Packer
 from trainer_bridge.transfer_plan import TransferPlan
 
-ShardSlice = tuple[torch.Tensor, int]
-"""Contiguous elements of a parameter, and the number of the first of them."""
-
 
 class Filler:
     """One walk over the chunks of a plan.
@@ -29,26 +26,20 @@ class Filler:
         self._plan, self.packer = plan, packer
         self._end_chunk, self._await_slot = end_chunk, await_slot
         self._chunk = self._turn = 0
-        self._held: dict[int, ShardSlice | None] = {}
+        self._held: dict[int, torch.Tensor] = {}
 
-    def put(self, index: int, shard_slice: ShardSlice | None) -> None:
-        """Put a parameter in once it is its turn.
-
-        Args:
-            shard_slice: None where this rank writes none of it.
-        """
+    def put(self, index: int, whole: torch.Tensor) -> None:
+        """Put a parameter in once it is its turn."""
         if not self._plan.sources[index].cuts:
             return  # nothing of it is sent
-        self._held[index] = shard_slice
+        self._held[index] = whole
         turns = self._plan.turns
         while self._turn < len(turns) and turns[self._turn][1] in self._held:
             chunk, source = turns[self._turn]
             self._end_before(chunk)
             if self._await_slot(chunk):
-                held = self._held[source]
-                if held is not None:
-                    assert self.packer is not None
-                    self.packer.put(source, *held, chunk)
+                assert self.packer is not None
+                self.packer.put(source, self._held[source], chunk)
             self._turn += 1
             if self._turn > self._plan.last_turns[source]:
                 del self._held[source]
@@ -57,7 +48,7 @@ class Filler:
         """Copy a parameter whose turn has not come: its memory may be written again."""
         held = self._held.get(index)
         if held is not None:
-            self._held[index] = held[0].clone(), held[1]
+            self._held[index] = held.clone()
 
     def finish(self) -> None:
         """End the last chunk, and those that nothing is put into."""

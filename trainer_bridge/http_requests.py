@@ -1,26 +1,28 @@
 """POST requests to one HTTP server, all at once, each on a connection of its own.
 
-One thread opens some connections at a time and sends each request as its connection opens, so that
-the server can batch them. Nothing but the look-up of its name waits: requests and replies pass in
-parts, as each connection takes or has them, so one that stalls delays no other. No connection is
-used twice: servers close idle ones (SGLang after 5 s), and a request that crosses the close is
-lost.
+aiohttp sends them from a thread of their own, whatever runs in the caller's. No connection is used
+twice, since servers close idle ones (SGLang after 5 s) and a request that crosses the close is
+lost; so a request is never sent again.
 """
 
-import http.client
+import asyncio
+import io
 import json
 import resource
-import selectors
+import socket
+import ssl
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
 
-from trainer_bridge.http_exchange import Answer, Exchange, Fault, post
-from trainer_bridge.http_opening import Opening, Server
+import aiohttp
+from yarl import URL
 
 CONNECT_TIMEOUT_S = 60.0
 """For one connection with its TLS handshake. It is then tried again, since nothing was sent, as
@@ -31,154 +33,202 @@ MAX_CONNECTIONS = 16384
 """More than any engine runs requests, and fewer than the ports that a client has for one server."""
 SPARE_DESCRIPTORS = 256
 """File descriptors left to the rest of the process."""
-LONGEST_WAIT_S = 3600.0
-"""Of one look at all connections; a selector takes no more than some days."""
+LONGEST_REPLY = 1 << 32
+"""Bytes of a reply: more than a response of a million tokens of Qwen3-235B-A22B has, each with its
+logprob and policy (about 80 bytes) and 8 experts of each of 94 layers (4011 bytes)."""
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
+"""A host that is gone is noticed after 90 s, however long the reply may take. Seconds, but
+milliseconds for the last."""
+
+T = TypeVar("T")
+Answer = tuple[int, bytes]
+"""HTTP status and body."""
+Fault = OSError | aiohttp.ClientError | asyncio.TimeoutError
+"""What kept an answer from coming."""
+
+
+class ReplyTooLongError(aiohttp.ClientError):
+    """A reply has more than LONGEST_REPLY bytes, or announces them."""
+
+    def __init__(self) -> None:
+        super().__init__(f"a reply of more than {LONGEST_REPLY} bytes")
 
 
 def post_all(
     url: str,
     messages: Sequence[Any],
     headers: Mapping[str, str],
+    read: Callable[[Answer | Fault], T],
     timeout: float | None = None,
-) -> Iterator[tuple[int, Answer | Fault]]:
-    """POST each message as JSON, and yield its index and answer when that comes.
+) -> list[T]:
+    """POST each message as JSON, and return what ``read`` makes of the answers, in their order.
 
-    Closing the iterator closes the connections, and SGLang then aborts the requests.
+    Where it is interrupted it closes the connections, and SGLang then aborts the requests. Proxies
+    of the environment are not used, and redirects are not followed.
 
     Args:
+        read: called with each answer as it comes, in another thread.
         timeout: seconds for all of them; None waits as long as the server's host is there.
 
     Warns:
         RuntimeWarning: the process may not open a socket for each message, so the last are sent
             when the first have their answers.
     """
-    with selectors.DefaultSelector() as selector:
-        batch = _Batch(url, messages, headers, timeout, selector)
-        try:
-            while batch.is_under_way():
-                yield from batch.open_some()
-                yield from batch.advance()
-                yield from batch.end_late()
-        finally:
-            for key in selector.get_map().values():
-                key.data[1].sock.close()
+    if not messages:
+        return []
+    batch = _Batch(url, headers, read, timeout, _allowed_sockets(len(messages)))
+    loop = asyncio.SelectorEventLoop()
+    task = loop.create_task(batch.post(messages))
+    # not of a pool, which takes no work any more once the interpreter ends
+    thread = Thread(target=_run, args=(loop, task), name="fp8rl-http", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        with suppress(RuntimeError):  # it has ended
+            loop.call_soon_threadsafe(task.cancel)
+        raise
+    finally:
+        thread.join()
+        batch.close()
+    return task.result()
 
 
-class _Batch:
-    """The requests to one server: which wait, and which connections are opening or open."""
+def _run(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[T]") -> None:
+    try:
+        loop.run_until_complete(asyncio.wait([task]))
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
+
+
+class _Batch(Generic[T]):
+    """The requests to one server."""
 
     def __init__(
         self,
         url: str,
-        messages: Sequence[Any],
         headers: Mapping[str, str],
+        read: Callable[[Answer | Fault], T],
         timeout: float | None,
-        selector: selectors.BaseSelector,
+        room: int,
     ) -> None:
-        parts = urlsplit(url)
-        self._server, self._path, self._messages = Server(url), parts.path or "/", messages
+        self._url, self._read = URL(url, encoded=True), read
+        self._timeout, self._room = timeout, room
         self._headers = {
-            "Host": parts.netloc,
             "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
             "Connection": "close",
             **headers,
         }
-        self._timeout = timeout
-        self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        self._selector, self._room = selector, _allowed_sockets(len(messages))
-        self._waiting = deque(range(len(messages)))
-        self._openings: dict[int, Opening] = {}
+        self._opening = asyncio.Semaphore(OPENING_AT_ONCE)
+        self._open, self._heard_at = 0, -float("inf")
+        """Connections, and when one was opened last or brought an answer."""
+        self._gone: Fault | None = None
+        """Why nothing more is sent."""
+        self._sockets = weakref.WeakSet[socket.socket]()
 
-    def is_under_way(self) -> bool:
-        return bool(self._waiting or self._selector.get_map())
-
-    def open_some(self) -> Iterator[tuple[int, Fault]]:
-        """Begin to open connections, as many as may be; yields faults."""
-        while (
-            self._waiting
-            and len(self._openings) < OPENING_AT_ONCE
-            and len(self._selector.get_map()) < self._room
-        ):
-            index = self._waiting.popleft()
+    async def post(self, messages: Sequence[Any]) -> list[T]:
+        """All of them."""
+        traces = aiohttp.TraceConfig()
+        traces.on_connection_create_end.append(self._opened)
+        connector = aiohttp.TCPConnector(
+            limit=self._room,
+            force_close=True,
+            resolver=aiohttp.ThreadedResolver(),
+            socket_factory=self._socket,
+            ssl=ssl.create_default_context() if self._url.scheme == "https" else True,
+        )
+        async with aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
+            trace_configs=[traces],
+            auto_decompress=False,
+        ) as session:
+            tasks = [asyncio.create_task(self._answered(session, each)) for each in messages]
             try:
-                opening = Opening(self._server)
-            except OSError as fault:
-                yield index, fault
-                continue
-            self._openings[index] = opening
-            self._register(index, opening)
+                _, late = await asyncio.wait(tasks, timeout=self._timeout)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        too_late = TimeoutError(f"no answer within {self._timeout or 0:g} s")
+        return [self._read(too_late) if task in late else task.result() for task in tasks]
 
-    def advance(self) -> Iterator[tuple[int, Answer | Fault]]:
-        """Wait until connections open, or take or have something; yields how exchanges ended."""
-        if not self._selector.get_map():  # none could be opened
-            return
-        ends = [self._deadline, *(o.began + CONNECT_TIMEOUT_S for o in self._openings.values())]
-        left = min(min(ends) - time.monotonic(), LONGEST_WAIT_S)
-        for key, _ in self._selector.select(max(left, 0.0)):
-            index, part = key.data
-            if isinstance(part, Opening):
-                yield from self._open(index, part)
-                continue
-            answer = part.advance()
-            if isinstance(answer, tuple):
-                self._server.heard()
-            if answer is not None:
-                self._selector.unregister(part.sock)
-                part.sock.close()
-                yield index, answer
-            elif part.events != key.events:
-                self._selector.modify(part.sock, part.events, key.data)
+    def close(self) -> None:
+        """Close what is open: a transport waits until what it has left to send is sent."""
+        for sock in self._sockets:
+            sock.close()
 
-    def end_late(self) -> Iterator[tuple[int, Fault]]:
-        """Give up connections that take too long to open, and all at the deadline."""
-        now = time.monotonic()
-        if now >= self._deadline:
-            fault = TimeoutError(f"no answer within {self._timeout:g} s")
-            for key in list(self._selector.get_map().values()):
-                self._selector.unregister(key.fileobj)
-                key.data[1].sock.close()
-                yield key.data[0], fault
-            yield from self._drop_waiting(fault)
-            return
-        late = [i for i, o in self._openings.items() if now >= o.began + CONNECT_TIMEOUT_S]
-        for index in late:
-            opening = self._openings[index]
-            began = opening.began
-            self._selector.unregister(opening.sock)
+    async def _answered(self, session: aiohttp.ClientSession, message: Any) -> T:
+        return self._read(await self._ask(session, message))
+
+    async def _ask(self, session: aiohttp.ClientSession, message: Any) -> Answer | Fault:
+        while True:
+            await self._opening.acquire()
+            turn, began = SimpleNamespace(is_open=False), time.monotonic()
             try:
-                opening.give_up(TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s"))
-                self._register(index, opening)
-            except OSError as fault:
-                del self._openings[index]
-                is_there = len(self._selector.get_map()) > len(self._openings)
-                if is_there or self._server.heard_at > began:
-                    self._waiting.append(index)
+                if self._gone is not None:
+                    return self._gone
+                async with session.post(
+                    self._url,
+                    data=io.BytesIO(json.dumps(message).encode()),
+                    headers=self._headers,
+                    allow_redirects=False,
+                    trace_request_ctx=turn,
+                ) as response:
+                    answer = response.status, await _body(response)
+                    self._heard_at = time.monotonic()
+                    return answer
+            except aiohttp.ConnectionTimeoutError:
+                if not self._open and self._heard_at <= began:
+                    self._gone = TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s")
+                    return self._gone
+            except aiohttp.ClientConnectorCertificateError as fault:
+                return fault.certificate_error  # type: ignore[return-value]
+            except aiohttp.ClientConnectorError as fault:
+                return fault.os_error
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as fault:
+                return fault
+            finally:
+                if turn.is_open:
+                    self._open -= 1
                 else:
-                    yield index, fault
-                    yield from self._drop_waiting(fault)
+                    self._opening.release()
 
-    def _open(self, index: int, opening: Opening) -> Iterator[tuple[int, Fault]]:
-        """Go on with a connection, and begin to send once it is open."""
-        self._selector.unregister(opening.sock)
-        part: Opening | Exchange = opening
-        try:
-            if opening.advance():
-                del self._openings[index]
-                body = json.dumps(self._messages[index]).encode()
-                part = Exchange(opening.sock, post(self._path, body, self._headers))
-        except (OSError, http.client.HTTPException) as fault:
-            self._openings.pop(index, None)
-            opening.sock.close()
-            yield index, fault
-        else:
-            self._register(index, part)
+    async def _opened(self, session: Any, context: SimpleNamespace, params: Any) -> None:
+        """A request has its connection; the next one may open another."""
+        context.trace_request_ctx.is_open = True
+        self._open += 1
+        self._heard_at = time.monotonic()
+        self._opening.release()
 
-    def _drop_waiting(self, fault: Fault) -> Iterator[tuple[int, Fault]]:
-        while self._waiting:
-            yield self._waiting.popleft(), fault
+    def _socket(self, address: Any) -> socket.socket:
+        family, kind, protocol, *_ = address
+        sock = socket.socket(family, kind, protocol)
+        self._sockets.add(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return sock
 
-    def _register(self, index: int, part: Opening | Exchange) -> None:
-        self._selector.register(part.sock, part.events, (index, part))
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """What a reply holds.
+
+    Raises:
+        ReplyTooLongError: more than that.
+    """
+    received = bytearray()
+    if (response.content_length or 0) > LONGEST_REPLY:
+        raise ReplyTooLongError
+    async for part in response.content.iter_any():
+        received += part
+        if len(received) > LONGEST_REPLY:
+            raise ReplyTooLongError
+    return bytes(received)
 
 
 def _allowed_sockets(wanted: int) -> int:

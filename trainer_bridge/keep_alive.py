@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from trainer_bridge.collective import Leader
 from trainer_bridge.participant import Participant
-from trainer_bridge.transport import board
 
 T = TypeVar("T")
 
+WAIT_S = 240.0
+"""Seconds that a rank may take over its part of an update."""
 KEEP_ALIVE_S = 10.0
 """Seconds between two messages: engines give a trainer up that is silent for
 ``--fp8rl-session-timeout-s``, 300 by default."""
@@ -53,4 +54,4 @@ def collect_alive(leader: Leader, members: Sequence[Participant], value: T) -> l
         TimeoutError: a rank did not call it in time.
     """
     with kept_alive(members):
-        return leader.collect(value, board.WAIT_S)
+        return leader.collect(value, WAIT_S)

@@ -28,12 +28,8 @@ class Packer(Protocol):
     def begin(self) -> None:
         """Get ready for another update."""
 
-    def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
-        """Put the elements of a parameter that one chunk carries into the bucket.
-
-        Args:
-            elements: contiguous ones of the parameter, from ``start`` on.
-        """
+    def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
+        """Put the elements of a contiguous parameter that one chunk carries into the bucket."""
 
     def complete(self, chunk: int) -> None:
         """Make sure that all of a chunk is in the bucket, or queued to be written there."""
@@ -78,18 +74,15 @@ class HostPacker:
     def begin(self) -> None:
         """Nothing is kept."""
 
-    def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
-        flat, dtype = elements.view(-1), self._plan.sources[index].sent_as
+    def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
+        flat, dtype = whole.view(-1), self._plan.sources[index].sent_as
         for span in self._plan.spans[index]:
-            first = max(span.start, start)
-            length = min(span.start + span.length, start + flat.numel()) - first
-            if span.chunk == chunk and length > 0:
-                part = flat[first - start :][:length].to(dtype)
+            if span.chunk == chunk:
+                part = flat[span.start :][: span.length].to(dtype)
                 if span.scales >= 0:
-                    assert length == span.length, "blocks need the whole parameter"
                     self._encode(span, part)
                 else:
-                    self._write(span.offset + (first - span.start) * dtype.itemsize, part)
+                    self._write(span.offset, part)
 
     def complete(self, chunk: int) -> None:
         """Nothing to do: ``put`` has copied it."""
@@ -193,12 +186,11 @@ class QuantizePacker:
         self._status.reset()
         self._bases = None
 
-    def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
-        assert start == 0, "a GPU quantizes whole parameters"
+    def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
         if index in self._resident:
-            self._addresses[self._resident[index]] = elements.data_ptr()
+            self._addresses[self._resident[index]] = whole.data_ptr()
         else:
-            self._run(self._alone(chunk, index), elements.data_ptr())
+            self._run(self._alone(chunk, index), whole.data_ptr())
 
     def put_residents(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take all that is resident from these, of which one is each source."""

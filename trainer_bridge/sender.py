@@ -26,7 +26,6 @@ from trainer_bridge.packer import Packer, packer_on
 from trainer_bridge.placed_shards import Shards
 from trainer_bridge.sources import Named
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
-from trainer_bridge.transport.board import LeadersBoard
 from trainer_bridge.transport.bucket import Bucket, bucket_on
 from trainer_bridge.transport.rank_client import Content, Ranks
 
@@ -53,7 +52,6 @@ class Sender:
         self._bucket: Bucket | None = None
         self._in_place = InPlace(layout)
         self._packer: tuple[TransferPlan, Bucket, Packer] | None = None
-        self._board: LeadersBoard | None = None
         self.is_shared = False
         """Whether several engines have this memory open: what is put into the bucket is quantized
         once for all of them."""
@@ -280,16 +278,8 @@ class Sender:
         offset, size = plan.extent(chunk)
         return Content(offset, self._bucket.content[offset : offset + size])
 
-    def board(self, ranks: int) -> LeadersBoard | None:
-        """What other ranks fill the bucket by, where it lies in host memory."""
-        if self._bucket is None or self._bucket.path is None:
-            return None
-        if self._board is None or self._board.made_for != (self._bucket, ranks):
-            self._board = LeadersBoard(self._bucket, ranks)
-        return self._board
-
     def _free_bucket(self) -> None:
-        self._packer = self._board = None
+        self._packer = None
         bucket, self._bucket = self._bucket, None  # engines that are told at once may both be here
         if bucket is not None:
             bucket.close()

@@ -27,19 +27,23 @@ class SessionEngines:
         return [(member, member.ranks) for member in self.members if member.ranks is not None]
 
     @property
+    def ranks(self) -> list[EngineRanks]:
+        return [ranks for _, ranks in self.open]
+
+    @property
     def known(self) -> set[str]:
         """Names of the shared memory that every rank of every engine has open."""
-        known = [ranks.known for _, ranks in self.open]
+        known = [ranks.known for ranks in self.ranks]
         return set.intersection(*known) if known else set()
 
     @property
     def network_bytes(self) -> int:
         """Bytes of chunks that engines on other hosts were sent from here."""
-        return sum(ranks.network_bytes for _, ranks in self.open)
+        return sum(ranks.network_bytes for ranks in self.ranks)
 
     def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
         """Send a message to every rank of every engine and wait for their replies."""
-        for _, ranks in self.open:
+        for ranks in self.ranks:
             ranks.send(message, fds)
         return self.wait()
 

@@ -1,4 +1,4 @@
-"""Which rank of a trainer writes which elements of a sharded parameter into the bucket.
+"""Which rank of a trainer holds which elements of a sharded parameter.
 
 FSDP2 shards by rows, so each rank holds one range of elements of the flattened parameter. Other
 placements are gathered.
@@ -16,7 +16,7 @@ from trainer_bridge.sources import Named
 Range = tuple[int, int]
 """(First, last + 1) of the elements that a rank holds; equal where it holds none."""
 Owners = list[dict[int, Range] | None]
-"""For each parameter the range that each rank writes, or None where it is gathered."""
+"""For each parameter the range that is read of each rank, or None where it is gathered."""
 
 
 def held_here(named: Named) -> list[Range | None]:
@@ -47,7 +47,7 @@ def _range(
 
 
 def assign(held: list[list[Range | None]], sizes: list[int]) -> Owners:
-    """Divide the work: each element is written by the first rank that holds it.
+    """Divide the work: each element is read of the first rank that holds it.
 
     Args:
         held: for each rank, ``held_here``.

@@ -15,11 +15,11 @@ from sgl_fp8rl.formats import by_tensor
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import SLOTS, ManifestError
-from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
 from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.keep_alive import collect_alive
 from trainer_bridge.layout import gpu_of, sources_for
+from trainer_bridge.part_sender import PartSender, Relay, Sent
 from trainer_bridge.rank_values import exchanged
 from trainer_bridge.sources import Named, mesh_size
 from trainer_bridge.transaction import Transaction
@@ -55,7 +55,7 @@ class SharedSending:
         sender: of a rank that sends and does not lead.
     """
 
-    def __init__(self, sender: ChunkSender | None) -> None:
+    def __init__(self, sender: PartSender | None) -> None:
         self._sender = sender
 
     def put(self, index: int, whole: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ def _note(transaction: Transaction, of_ranks: list[Sent]) -> None:
             transaction.lose(member, EngineError(f"on rank {rank} of the trainer: {error}"))
 
 
-def _follow(offer: Offer, number: int, named: Named, family: str | None) -> ChunkSender:
+def _follow(offer: Offer, number: int, named: Named, family: str | None) -> PartSender:
     """Get ready on a rank that does not lead.
 
     Raises:
@@ -201,7 +201,7 @@ def _follow(offer: Offer, number: int, named: Named, family: str | None) -> Chun
     plan = _plan(offer, named, family)
     if plan.manifest.fingerprint != offer.fingerprint:
         raise ManifestError("it has other tensors than the first rank")
-    return ChunkSender(
+    return PartSender(
         plan,
         gpu_of(named, offer.layout),
         getattr(torch, offer.layout["dtype"]),

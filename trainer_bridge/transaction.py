@@ -144,9 +144,9 @@ class Transaction:
         """Put all parameters into the bucket, if one session takes them all as they lie."""
         return len(self.sessions) == 1 and self.sessions[0].put_residents(named)
 
-    def put(self, session: int, index: int, elements: torch.Tensor | None, start: int = 0) -> None:
-        """Put a parameter, or what this rank holds of it, into the bucket of a session."""
-        self.sessions[session].put(index, elements, start)
+    def put(self, session: int, index: int, whole: torch.Tensor) -> None:
+        """Put a parameter into the bucket of a session."""
+        self.sessions[session].put(index, whole)
 
     def put_named(self, name: str, tensor: torch.Tensor) -> None:
         """Put the next tensor of a stream into the bucket of every session.

@@ -164,11 +164,6 @@ class TransferPlan:
                     self.turns.append((number, index))
 
     @property
-    def encodes(self) -> bool:
-        """Whether any source is quantized on the way into the bucket."""
-        return any(span.scales >= 0 for spans in self.spans for span in spans)
-
-    @property
     def sent(self) -> tuple[int, int]:
         """HF tensors and bytes that an update by this plan has brought."""
         if not self.streamed:

@@ -5,22 +5,24 @@ from typing import Any
 
 import torch
 
+from sgl_fp8rl.protocol.image import Steps
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, twice, wrong_names
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.announcement import as_announced
+from trainer_bridge.chunk_sender import ChunkSender
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.filler import Filler
+from trainer_bridge.image_changes import sent_as
 from trainer_bridge.packer import QuantizePacker
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
-from trainer_bridge.session_chunks import SessionChunks
 from trainer_bridge.session_engines import SessionEngines
 from trainer_bridge.session_images import SessionImages
 from trainer_bridge.sources import Named, check_readable
 from trainer_bridge.tied_head import StreamedHead
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
-from trainer_bridge.transport.board import LeadersBoard
+from trainer_bridge.transport.rank_client import Content
 
 
 def slowest_gpu(replies: list[dict[str, Any]]) -> float | None:
@@ -59,8 +61,10 @@ class UpdateSession:
         self._kv_scales = kv_scales
         self._engines = SessionEngines(members, lose)
         self._images = SessionImages(plan)
-        self._chunks = SessionChunks(self._engines, sender, plan, device, self._images)
-        self._filler = Filler(plan, self._chunks.send, self._chunks.await_slot)
+        self._chunks = ChunkSender(plan, self._engines, self._content)
+        self._filler = Filler(plan, self._send, self._chunks.await_slot)
+        self._order: list[str] = []
+        """Tensors of a stream that the engines are told of with the next chunk."""
         self._came: dict[int, None] = {}
         """What a stream has brought, in its order."""
         self._passed_over: set[str] = set()
@@ -99,7 +103,7 @@ class UpdateSession:
 
     def send_every(self, senders: int) -> None:
         """From now on other ranks of the trainer send chunks, all in turn."""
-        self._chunks.send_every(senders)
+        self._chunks.senders = senders
 
     def put_kv_scales(self) -> None:
         """Put in the KV scales of this update, unless the engines read them in place."""
@@ -130,7 +134,7 @@ class UpdateSession:
         self._head.take(name, whole)
         self._came[index] = None
         if plan.streamed:
-            self._chunks.order += plan.add(index)
+            self._order += plan.add(index)
         self.put(index, whole)
         self._filler.own(index)
 
@@ -174,39 +178,22 @@ class UpdateSession:
         self._filler.finish()
         return True
 
-    def put(self, index: int, elements: torch.Tensor | None, start: int = 0) -> None:
-        """Put a parameter into the bucket once it is its turn; full slots are sent on the way.
-
-        Args:
-            elements: contiguous ones of the parameter, from ``start`` on: all of them, unless
-                other ranks write theirs. None where this rank writes none.
-        """
+    def put(self, index: int, whole: torch.Tensor) -> None:
+        """Put a parameter into the bucket once it is its turn; full slots are sent on the way."""
         if not self._engines.open:
             return
-        if self.device is not None and elements is not None:
-            if elements.device != self.device:
-                elements = elements.to(self.device)
-            elements = elements if is_aligned(elements) else elements.clone()
-        try:
-            self._filler.put(index, None if elements is None else (elements, start))
-        except BaseException:
-            self._chunks.stop_ranks()
-            raise
-
-    def fill_together(self, board: LeadersBoard) -> None:
-        """From now on other ranks of the trainer put in what they hold."""
-        self._chunks.fill_together(board)
+        if self.device is not None:
+            whole = whole.to(self.device)
+            whole = whole if is_aligned(whole) else whole.clone()
+        self._filler.put(index, whole)
 
     def send_rest(self) -> None:
         """Send what is left, and wait until it is read."""
         if not self._engines.open:
             return
-        try:
-            self._filler.finish()
-            self._chunks.finish()
-        except BaseException:
-            self._chunks.stop_ranks()
-            raise
+        self._filler.finish()
+        self._chunks.finish()
+        self._chunks.await_read()
 
     def finish(self) -> float | None:
         """Send what is left, and have every rank check that nothing is missing.
@@ -238,3 +225,15 @@ class UpdateSession:
             self.sender.forget_stream()
         self.sender.leave(self)
         del self._filler  # it holds the trainer's tensors
+
+    def _send(self, chunk: int) -> None:
+        if self.device is not None and not self.sender.layout["is_remote"]:
+            torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
+        order, self._order = self._order, []
+        self._chunks.send(chunk, **({"order": order} if self.plan.streamed else {}))
+
+    def _content(self, chunk: int, held: list[str | None]) -> Steps[Content | None]:
+        if not self.sender.layout["is_remote"]:
+            return None
+        content = self.sender.content(self.plan, chunk)
+        return (yield from sent_as(self._images.changes, chunk, content, held))

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from trainer_bridge.placed_shards import (
 )
 from trainer_bridge.sender import Sender
 from trainer_bridge.shard_codes import CODES_REGISTRY
-from trainer_bridge.shared_filling import SharedFilling, fill_together
 from trainer_bridge.shared_sending import SharedSending, is_on_all, send_together
 from trainer_bridge.sources import Named, NamedTensors, check_readable, listed
 from trainer_bridge.tied_head import check_head, on_all_ranks, repeats_embedding, repeats_here
@@ -184,15 +183,6 @@ class WholeModel:
             clock.lap("quantize")
         if all(map(all, begun.mapped)):
             return  # engines read everything in place
-        layouts = begun.layouts
-        shared = fill_together(leader, transaction, self.named, self._family, layouts)
-        if shared is not None:
-            try:
-                self._fill(shared, leader, transaction, layouts[0], clock)
-            except BaseException:  # whatever it is, the other ranks wait for what this one holds
-                shared.fail()
-                raise
-            return
         if leader.is_alone and leader.attempt(Transaction.put_residents, transaction, self.named):
             clock.lap("write")
             return
@@ -201,7 +191,7 @@ class WholeModel:
             sending = self._sending = send_together(leader, transaction, self.named, self._family)
         plans = None if transaction is None else [each.plan for each in transaction.sessions]
         planned = (
-            [sources_for(self.named, self._family, layout) for layout in layouts]
+            [sources_for(self.named, self._family, layout) for layout in begun.layouts]
             if plans is None
             else [plan.sources for plan in plans]
         )
@@ -229,31 +219,6 @@ class WholeModel:
         if error is not None:
             logger.warning("shards are not quantized, which is slower", exc_info=error)
         return wanted
-
-    def _fill(
-        self,
-        shared: SharedFilling,
-        leader: Leader,
-        transaction: Transaction | None,
-        layout: dict[str, Any],
-        clock: Clock,
-    ) -> None:
-        """Put in what each rank holds."""
-        sources = sources_for(self.named, self._family, layout)
-        for index, (source, (_, tensor)) in enumerate(zip(sources, self.named, strict=True)):
-            if not source.cuts:
-                continue
-            shard_slice = shared.read(index, source, tensor)
-            clock.lap("read")
-            if shared.follower is not None:
-                shared.follower.put(index, shard_slice)
-            elif shard_slice is None:
-                leader.attempt(Transaction.put, transaction, 0, index, None)
-            else:
-                leader.attempt(Transaction.put, transaction, 0, index, *shard_slice)
-            clock.lap("write")
-        if shared.follower is not None:
-            shared.follower.finish()
 
     def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
         if self._sending is not None:

@@ -8,6 +8,7 @@ Shapes: B sequences of this rank, T tokens of the longest response, P prompts, G
 
 import copy
 import json
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from trainer_bridge import (
     Rollout,
+    check_alarms,
     connect,
     correct,
     policy_loss,
@@ -28,7 +30,6 @@ from trainer_bridge import (
     rollout,
     update,
 )
-from trainer_bridge.metrics import append_jsonl
 
 from . import arithmetic, tiny_model
 from .engine import KEYWORDS, running_engine
@@ -101,7 +102,7 @@ def run(rank: int, world: int, init_method: str, config: Config) -> None:
     if rank == 0:
         for arm, (before, after) in results.items():
             add_row(log, "evaluation", arm=arm, before=before, after=after)
-        print(f"all rows: {log}; curves: sgl-fp8rl plot {log}")
+        print(f"all rows: {log}")
     dist.destroy_process_group()
 
 
@@ -130,7 +131,8 @@ def train(
             "step_s": time.perf_counter() - started,
         }
         if engine is not None:
-            append_jsonl(log, step, metrics, kind="step", arm=arm)
+            alarms = [alarm.metric for alarm in check_alarms(metrics)]
+            append(log, kind="step", arm=arm, step=step, **metrics, alarms=alarms)
             print(
                 f"{arm}, step {step}: reward {metrics['reward']:.2f}, "
                 f"mismatch KL {metrics['mismatch_kl_k3']:.1e}, ESS {metrics['ess']:.4f}, "
@@ -220,7 +222,16 @@ def broadcast(value: Any) -> Any:
 
 def add_row(log: Path, kind: str, **values: Any) -> None:
     """Append a row to the log, and print it."""
-    row = json.dumps({"kind": kind, **values})
+    print(append(log, kind=kind, **values), flush=True)
+
+
+def append(log: Path, **values: Any) -> str:
+    """Append a row to the log, and return it. JSON lacks NaN and infinity: they become null."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    row = json.dumps(finite, allow_nan=False)
     with log.open("a") as file:
         file.write(row + "\n")
-    print(row, flush=True)
+    return row

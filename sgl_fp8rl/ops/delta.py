@@ -22,12 +22,11 @@ class DeltaError(ValueError):
     """A delta that does not fit the bytes that it changes."""
 
 
-def difference(old: torch.Tensor, new: torch.Tensor, worth: float = WORTH) -> torch.Tensor | None:
+def difference(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
     """What ``apply`` makes ``new`` of ``old`` with, or None where it is too much.
 
     Args:
         old, new: uint8 ``[N]``, from an address that words may have.
-        worth: see ``WORTH``; 1 for a delta wherever it is smaller than ``new``.
 
     Returns:
         uint8 ``[3 * R]``: the distances of all R records, then their values.
@@ -37,7 +36,7 @@ def difference(old: torch.Tensor, new: torch.Tensor, worth: float = WORTH) -> to
         return new
     whole = size // WORD.itemsize * WORD.itemsize
     words = torch.nonzero(old[:whole].view(WORD) != new[:whole].view(WORD)).view(-1)
-    if not is_worth(words.numel(), 0, size, worth):
+    if not is_worth(words.numel(), 0, size):
         return None
     before, after = (each[:whole].view(-1, WORD.itemsize)[words] for each in (old, new))
     row, byte = torch.nonzero(before != after, as_tuple=True)
@@ -45,16 +44,16 @@ def difference(old: torch.Tensor, new: torch.Tensor, worth: float = WORTH) -> to
     # with a record at regular distances, changed or not, no distance is too long
     regular = torch.arange(1, size // MOST_DISTANCE + 1) * MOST_DISTANCE - 1
     at = torch.unique(torch.cat([words[row] * WORD.itemsize + byte, rest, regular]))
-    if not is_worth(words.numel(), at.numel(), size, worth):
+    if not is_worth(words.numel(), at.numel(), size):
         return None
     distances = torch.diff(at, prepend=torch.tensor([-1]))
     pairs = torch.stack([distances & 0xFF, distances >> 8], 1).to(torch.uint8)
     return torch.cat([pairs.view(-1), new[at]])
 
 
-def is_worth(words: int, records: int, size: int, worth: float = WORTH) -> bool:
+def is_worth(words: int, records: int, size: int) -> bool:
     """Whether a delta of ``size`` bytes is made, where so many whole words changed."""
-    return words <= worth * size / WORD.itemsize and records * RECORD_BYTES <= worth * size
+    return words <= WORTH * size / WORD.itemsize and records * RECORD_BYTES <= WORTH * size
 
 
 def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
 from trainer_bridge import participant
 from trainer_bridge.engine_client import EngineClient, EngineError
-from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
 from trainer_bridge.update import RUN, UpdateResult
 

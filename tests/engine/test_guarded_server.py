@@ -24,7 +24,6 @@ from tests.engine.serving import (
     version_of,
 )
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.faster_way import FasterWay
 
 pytestmark = pytest.mark.engine
 
@@ -78,7 +77,6 @@ def test_trainer_on_another_host(
 ) -> None:
     """It knows no socket and no memory of the engine's host: it takes itself for another one."""
     leave_the_host(monkeypatch, tmp_path)
-    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
     trainer_bridge.close(guarded)
     for policy in policies("qwen3")[1:3]:
         assert_serves(guarded, policy, update(guarded, policy))

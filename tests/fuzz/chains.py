@@ -31,7 +31,6 @@ LINK: dict[str, Any] = {
     "base": 0,
     "delta": [],
     "anchor": [PART],
-    "is_exact": True,
 }
 LATER = {**LINK, "serial": 2, "version": 4, "base": 1, "delta": [PART], "anchor": []}
 INDEX: dict[str, Any] = {"format": chain_index.FORMAT, "links": [LINK, LATER], "replaced": ["q"]}

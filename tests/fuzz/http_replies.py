@@ -10,11 +10,9 @@ import pytest
 
 from tests.fuzz.decoder import Decoder, to_json
 from tests.fuzz.frames import arrived
-from trainer_bridge import http_exchange, http_opening
+from trainer_bridge import http_requests
 from trainer_bridge.engine_client import EngineError, HTTPEngine
 
-RECEIVE_BYTES = 100
-"""Of a part; a seed has several."""
 LONGEST_REPLY = 10_000
 """Some inputs are longer."""
 OK = "HTTP/1.1 200 OK\r\n"
@@ -46,7 +44,7 @@ def decode(connections: list[socket], data: bytes) -> None:
     with arrived(data) as sock:
         connections.append(sock)
         try:
-            reply = HTTPEngine("http://localhost", None).control({"op": "status"})
+            reply = HTTPEngine("http://127.0.0.1", None).control({"op": "status"})
             assert isinstance(reply, dict)
         finally:
             assert not connections and sock.fileno() < 0, "the connection stays open"
@@ -55,9 +53,13 @@ def decode(connections: list[socket], data: bytes) -> None:
 @contextmanager
 def decoders() -> Iterator[list[Decoder]]:
     connections: list[socket] = []
+
+    async def connected(**_: Any) -> socket:
+        connections[-1].setblocking(False)
+        return connections.pop()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(http_exchange, "RECEIVE_BYTES", RECEIVE_BYTES)
-        patch.setattr(http_exchange, "LONGEST_REPLY", LONGEST_REPLY)
-        patch.setattr(http_opening, "_connecting", lambda *_: connections.pop())
+        patch.setattr(http_requests, "LONGEST_REPLY", LONGEST_REPLY)
+        patch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", connected)
         read = partial(decode, connections)
         yield [Decoder("HTTP bytes", SEEDS, read, (EngineError,), to_http, relays=True)]

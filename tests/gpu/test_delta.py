@@ -21,7 +21,6 @@ from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.update import update
 
 Tensor = torch.Tensor
@@ -232,7 +231,6 @@ def test_a_trainer_on_a_gpu_sends_what_changed(
     writes_on: str, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through real sessions and TCP, with NaN in an update between if it ``fails``."""
-    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
     engine = remote_engine(2, SMALL, IMAGE_BYTES, RemoteEngine, writes_on)
     tensors = toy.checkpoint(0)
     for version in range(0, 12, 2):
@@ -260,7 +258,6 @@ def test_what_an_engine_on_a_gpu_wrote_is_undone(
 
     Both ranks keep the norm and, in FP32, the router; the second alone has NaN of the bias.
     """
-    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
     engine = remote_engine(2, SMALL, IMAGE_BYTES, device="cuda")
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)

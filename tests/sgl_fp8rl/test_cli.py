@@ -86,7 +86,7 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([])
     assert exit_.value.code == 2
     said = capsys.readouterr().err
-    assert all(name in said for name in ("doctor", "layers", "tune", "kv-report", "plot"))
+    assert all(name in said for name in ("doctor", "layers", "tune", "kv-report"))
 
 
 def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,17 +250,3 @@ def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     )
     assert layers["lm_head"]["format"] == "bf16"
     assert len(layers) == 2 * 4 + 2
-
-
-def test_runs_are_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    for name in ("bf16", "fp8"):
-        rows = [json.dumps({"step": step, "reward": step / 4}) for step in range(3)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    picture = tmp_path / "runs.png"
-    runs = [str(tmp_path / f"{name}.jsonl") for name in ("bf16", "fp8")]
-    assert cli.main(["plot", *runs, "--out", str(picture)]) == 0
-    assert picture.read_bytes().startswith(PNG_SIGNATURE)
-    assert capsys.readouterr().out.strip() == str(picture)
-    with pytest.raises(SystemExit, match="no-such"):
-        cli.main(["plot", str(tmp_path / "no-such.jsonl")])

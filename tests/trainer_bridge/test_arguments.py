@@ -15,7 +15,7 @@ import torch
 
 from tests.trainer_bridge.moe_models import tiny
 from tests.trainer_bridge.test_rollout import FakeEngine, Reply, serve
-from trainer_bridge import Controller, KVCalibrator, response_logprobs, rollout, worst_tokens
+from trainer_bridge import KVCalibrator, response_logprobs, rollout, worst_tokens
 from trainer_bridge.agreement import ask
 from trainer_bridge.arguments import token_ids
 from trainer_bridge.chain import ChainError, ChainPublisher, follow
@@ -250,9 +250,7 @@ def test_versions_of_numpy_and_torch(version: Any) -> None:
     policy = ask(lambda: None, "a", None, version).policy
     assert policy == ("a", 1) and type(policy.version) is int
     assert check_required(version, 2) == 1
-    assert ChainPublisher("unused", None, version, version)._anchor_every == 1
-    controller = Controller(np.float32(0.5), patience=version, layers_at_once=version)
-    assert (controller.budget_kl, controller.patience) == (0.5, 1)
+    assert ChainPublisher("unused", None, version)._anchor_every == 1
     calibrator = KVCalibrator(version, version, percentile=np.float32(50), decay=np.float32(0.5))
     assert (calibrator.layers, calibrator.decay) == (1, 0.5)
     ones = torch.ones(1, 2)
@@ -260,9 +258,6 @@ def test_versions_of_numpy_and_torch(version: Any) -> None:
 
 
 CALLS: list[Callable[[Any], Any]] = [
-    lambda value: Controller(value),
-    lambda value: Controller(1.0, patience=value),
-    lambda value: Controller(1.0, layers_at_once=value),
     lambda value: KVCalibrator(value, 1),
     lambda value: KVCalibrator(1, value),
     lambda value: KVCalibrator(1, 1, percentile=value),

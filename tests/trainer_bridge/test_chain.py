@@ -302,10 +302,10 @@ def test_codes_and_scales_are_published_as_they_are(
     ("index", "why"),
     [
         ("{", "JSONDecodeError"),
-        ('{"format": 2, "links": []}', "format 2, not 1"),
-        ('{"format": 1}', "KeyError"),
-        ('{"format": 1, "links": [3]}', "TypeError"),
-        ('{"format": 1, "links": [{"delta": [], "anchor": []}]}', "TypeError"),
+        ('{"format": 9, "links": []}', "format 9, not 2"),
+        ('{"format": 2}', "KeyError"),
+        ('{"format": 2, "links": [3]}', "TypeError"),
+        ('{"format": 2, "links": [{"delta": [], "anchor": []}]}', "TypeError"),
     ],
 )
 def test_an_index_that_is_none(tmp_path: Path, index: str, why: str) -> None:
@@ -318,7 +318,7 @@ def test_an_index_that_is_none(tmp_path: Path, index: str, why: str) -> None:
     ("where", "field", "value"),
     [
         ("link", "serial", "1"),
-        ("link", "is_exact", 1),
+        ("link", "run", 1),
         ("part", "bytes", 1.0),
         ("part", "sha256", 1),
     ],

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer_bridge.framework_names import NAMES
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs, policy_loss
 from trainer_bridge.correction.config import REJECTIONS
-from trainer_bridge.metrics import NAMES
 
 RECORD = Path(__file__).with_suffix(".json")
 REL = 5e-7  # verl adds 1e-8 to counts, weights are float32 here; measured 3e-8 and 1.6e-7 at worst

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
-from trainer_bridge import http_exchange
+from trainer_bridge import http_requests
 from trainer_bridge.engine_client import EngineError, HTTPEngine, InProcessEngine, connect
 
 
@@ -211,7 +211,7 @@ def test_a_server_that_hangs() -> None:
 
 @pytest.mark.guarantee("malformed", fault="a reply that is longer than any")
 def test_a_reply_that_is_too_long(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_exchange, "LONGEST_REPLY", 1000)
+    monkeypatch.setattr(http_requests, "LONGEST_REPLY", 1000)
     server.answers(200, b"x" * 2000)
     with pytest.raises(EngineError, match=f"{server.address} .*more than 1000 bytes"):
         connect(server.address).control({"op": "layout"})

@@ -18,7 +18,7 @@ from trainer_bridge.layout import gpu_of
 from trainer_bridge.participant import participants_of
 from trainer_bridge.sender import Sender
 from trainer_bridge.sources import Named
-from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.bucket import HostBucket
 
 pytestmark = pytest.mark.timeout(60)
 

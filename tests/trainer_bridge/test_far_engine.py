@@ -24,7 +24,6 @@ from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from trainer_bridge import packer, participant, transaction
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.sources import Source
 from trainer_bridge.transport import rank_client
 from trainer_bridge.transport.relay_client import RelayClient
@@ -82,12 +81,6 @@ def begin_by_hand(engine: FakeEngine, which: int = 0) -> dict[str, Any]:
     begin = {"op": "begin", "run": "r", "version": 7, "transaction": "t", "retry": False}
     begin |= {"engines": 1, "relay": True, "in_flight": "abort", "fingerprint": fingerprint}
     return engine.control(begin)
-
-
-@pytest.fixture(autouse=True)
-def changes_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though this network is fast; ``test_faster_way.py`` has the choice."""
-    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
 
 
 @pytest.fixture(autouse=True)
@@ -418,6 +411,20 @@ def test_several_engines_each_get_what_they_lack() -> None:
     result = update(tensors, engines, version=2)
     assert all(holds(engine, tensors) for engine in engines)
     assert result.bytes <= result.network_bytes < 1.1 * result.bytes
+
+
+def test_a_whole_update_frees_the_image_of_the_last_one() -> None:
+    engine, away = (remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2))
+    tensors = toy.checkpoint(0)
+    update(tensors, [engine, away], version=0)
+    last = connection_to(away).image
+    assert last is not None and last[1]._chunks
+    forget(engine)
+    update(tensors, engine, version=1)
+    assert not last[1]._chunks  # though the other engine was not asked
+    tensors = step(tensors, 2)
+    update(tensors, [engine, away], version=2)
+    assert holds(engine, tensors) and holds(away, tensors)
 
 
 def test_the_changes_of_another_trainer_are_not_taken_for_ours() -> None:

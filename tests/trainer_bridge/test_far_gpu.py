@@ -19,7 +19,6 @@ from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from trainer_bridge import transaction
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.image_changes import ImageChanges
 from trainer_bridge.packer import QuantizePacker
 from trainer_bridge.transport import cuda_ipc
@@ -40,8 +39,7 @@ class Memory(FakeDeviceMemory):
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer's, which sends changes where it can."""
-    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
+    """The trainer's."""
     monkeypatch.setattr(Memory, "made", [])
     monkeypatch.setattr(cuda_ipc, "DeviceMemory", Memory)
     monkeypatch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
 
 pytestmark = pytest.mark.timeout(60)

@@ -18,7 +18,7 @@ from sgl_fp8rl.weight_update import rank_server
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served
-from tests.trainer_bridge.test_shared_filling import distributed
+from tests.trainer_bridge.test_gathering import distributed
 from tests.trainer_bridge.test_update import SMALL, engine_of
 from trainer_bridge import collective, transaction, update
 from trainer_bridge.participant import Participant

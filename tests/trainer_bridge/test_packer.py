@@ -131,7 +131,7 @@ def replay(plan: TransferPlan, named: Named) -> dict[str, torch.Tensor]:
         while turns and turns[0][0] == number:
             source = turns.pop(0)[1]
             whole = plan.sources[source].read(named[source][1])
-            packer.put(source, whole if is_aligned(whole) else whole.clone(), 0, number)
+            packer.put(source, whole if is_aligned(whole) else whole.clone(), number)
         packer.complete(number)
         for chunk_slice in chunk:
             rows = (
@@ -252,7 +252,7 @@ def test_what_is_resident_takes_one_launch_a_part() -> None:
         mine = [source for chunk, source in plan.turns if chunk == number]
         for source in mine:
             started = cast(Any, packer)._status.started
-            packer.put(source, named[source][1], 0, number)
+            packer.put(source, named[source][1], number)
             assert (cast(Any, packer)._status.started > started) == (source not in plan.resident)
         packer.complete(number)
         launches = cast(Any, packer)._together.get(number, [])
@@ -265,10 +265,10 @@ def test_what_was_put_before_a_failure_is_forgotten() -> None:
     plan = plan_of(named, {"v", "w"}, 1 << 16, resident=(0, 1))
     bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
     packer = packer_of(plan, bucket)
-    packer.put(0, torch.full((128, 128), float("nan"), dtype=BF16), 0, 0)
+    packer.put(0, torch.full((128, 128), float("nan"), dtype=BF16), 0)
     packer.begin()
     for chunk, source in plan.turns:
-        packer.put(source, named[source][1], 0, chunk)
+        packer.put(source, named[source][1], chunk)
     packer.complete(0)
     packer.finish()
 
@@ -300,7 +300,7 @@ def test_nan_is_found_before_commit_and_forgotten_after(bad: float) -> None:
             named[1][1][200, 3] = 1.0
         packer.begin()
         for chunk, source in plan.turns:
-            packer.put(source, named[source][1], 0, chunk)
+            packer.put(source, named[source][1], chunk)
             packer.complete(chunk)
         if healthy:
             packer.finish()
@@ -316,7 +316,7 @@ def test_boxes_that_were_not_written_are_missed() -> None:
     bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
     packer = packer_of(plan, bucket)
     chunk, source = plan.turns[0]
-    packer.put(source, named[source][1], 0, chunk)
+    packer.put(source, named[source][1], chunk)
     cast(Any, packer)._status.tiles -= 1
     with pytest.raises(RuntimeError, match="blocks were written"):
         packer.finish()

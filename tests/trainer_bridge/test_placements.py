@@ -1,6 +1,5 @@
 """Every placement that FSDP2 and tensor parallelism give parameters: which engines read in place,
-as they are or as codes, which ranks write into the bucket together, and which are gathered, as
-docs/scale.md has it.
+as they are or as codes, and which are gathered, as docs/scale.md has it.
 """
 
 import logging
@@ -19,9 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import fake_ipc, ranks
+from tests.trainer_bridge.test_gathering import Engine
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, mapped_bytes
 from tests.trainer_bridge.test_shard_codes import Elsewhere
-from tests.trainer_bridge.test_shared_filling import Engine
 from trainer_bridge.shard_ranges import assign, held_here
 from trainer_bridge.update import update
 
@@ -34,6 +33,30 @@ COLUMNS = {name for name in toy.SHAPES if name.endswith(("attn.o.weight", "down.
 WHOLE = {"norm.weight", "mlp.router.weight"}
 """What it leaves whole on every rank."""
 Named = dict[str, torch.Tensor]
+
+
+def test_each_element_is_laid_in_once() -> None:
+    halves, replicas = [[(0, 4)], [(4, 8)]], [[(0, 8)], [(0, 8)]]
+    assert assign(halves, [8]) == [{0: (0, 4), 1: (4, 8)}]
+    assert assign(halves[::-1], [8]) == [{0: (4, 8), 1: (0, 4)}]
+    assert assign(replicas, [8]) == [{0: (0, 8)}]
+    assert assign([*halves, *halves], [8]) == [{0: (0, 4), 1: (4, 8)}]
+    assert assign([[(0, 8)], [(0, 0)]], [8]) == [{0: (0, 8)}]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [[(0, 4)], [(5, 8)]],
+        [[(0, 5)], [(4, 8)]],
+        [[(0, 4)], [(4, 7)]],
+        [[(1, 4)], [(4, 8)]],
+        [[None], [None]],
+        [[(0, 4)], [None]],
+    ],
+)
+def test_what_does_not_cover_a_parameter_is_gathered(held: Any) -> None:
+    assert assign(held, [8]) == [None]
 
 
 def model_of(tensors: Named) -> nn.Module:
@@ -114,7 +137,7 @@ class Kind(NamedTuple):
 
     hold: Callable[[Named], Named]
     gathered: set[str]
-    """What is neither read in place nor written into the bucket by the ranks that hold it."""
+    """What is not read in place."""
     plain: set[str]
     """What each rank holds whole."""
     on_gpu: bool = True
@@ -188,7 +211,7 @@ def follows(
             result = update(named, engine, version=version)
             assert engine is None or engine.holds(tensors), where
             reads = memories is not None and kind.on_gpu and version > 0
-            wanted = kind.gathered if reads or memories is None else spread
+            wanted = kind.gathered if reads else spread
             assert sorted(gathered) == sorted(named[name].shape for name in wanted), where
             in_place = {n: t for n, t in tensors.items() if n in spread - kind.gathered and reads}
             coded = kind.coded if is_elsewhere and version > 1 else set()

@@ -10,11 +10,11 @@ from sgl_fp8rl.protocol.cuda_memory import Handle
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge import shared_filling, shared_sending
+from trainer_bridge import shared_sending
 from trainer_bridge.agreement import PolicyRequest
 from trainer_bridge.chain.disk import ChainError
-from trainer_bridge.chunk_sender import Relay, Sent
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.part_sender import Relay, Sent
 from trainer_bridge.placed_shards import CodesWanted, PlacedShards
 from trainer_bridge.rank_values import pack, unpack
 from trainer_bridge.transaction import Begun, MissedCommitError
@@ -32,7 +32,6 @@ VALUES = [
     Begun(POLICY, True, [LAYOUT], {"engine 1": "gone"}, [[True]], False, True, False),
     (Sent(None, {"http://a": "late"}, 7), Relay({"host": "a", "port": 1}, "token", 2.0)),
     shared_sending.Offer(2, {}, LAYOUT, "f", 256, 4, "block-fp8", None, ("", "a")),
-    shared_filling.Offer([{0: (0, 4)}, None], ("a", "b", "c"), "f", 256, 2, None, (2, 3, 4)),
 ]
 
 

@@ -25,8 +25,8 @@ from trainer_bridge.packer import HostPacker
 from trainer_bridge.sender import Sender
 from trainer_bridge.sources import Named, sources
 from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.cuda_ipc import Placement
-from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
 
 pytestmark = pytest.mark.timeout(60)
@@ -450,17 +450,6 @@ def test_one_of_two_engines_is_updated_alone(gpu: FakeGpu) -> None:
     sender.share_with(["one"])
     assert [mapped(sender, named) for _ in range(2)] == [[False], [True]]
     assert len(gpu.placed) == 1
-
-
-def test_a_board_is_for_as_many_ranks_as_fill() -> None:
-    sender = Sender(layout())
-    sender._bucket = HostBucket(64)
-    two = sender.board(2)
-    assert two is not None
-    assert sender.board(2) is two
-    four = sender.board(4)
-    assert four is not None
-    assert len(four._numbers) == len(two._numbers) + 2
 
 
 class GpuBucket:

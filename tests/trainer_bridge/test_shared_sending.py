@@ -36,15 +36,14 @@ from tests.trainer_bridge.test_far_engine import (
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
 from tests.trainer_bridge.test_killed_follower import AFTER, Watched
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
-from trainer_bridge import chunk_sender, layout, update
-from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
+from trainer_bridge import keep_alive, layout, part_sender, update
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.packer import HostPacker
+from trainer_bridge.part_sender import PartSender, Relay, Sent
 from trainer_bridge.shared_sending import is_on_all
 from trainer_bridge.sources import sources
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport import board, cuda_ipc
+from trainer_bridge.transport import cuda_ipc
 from trainer_bridge.transport.relay_client import RelayClient
 
 pytestmark = pytest.mark.timeout(180)
@@ -52,7 +51,7 @@ pytestmark = pytest.mark.timeout(180)
 WORLD = 3
 COLLECTIVE_TIMEOUT_S = 30
 CHUNK = SMALL // 2
-LAST = 5
+LAST = 4
 """Version of what only changes."""
 BUCKET = CHUNK * SLOTS * WORLD
 GIVE_UP_S = 5.0
@@ -98,13 +97,10 @@ def in_turn(engines: list[str]) -> None:
 def only_what_changed(rank: int, engine: str) -> None:
     for version in range(LAST + 1):
         if version == 3 and rank == 2:  # as after a restart
-            chunk_sender.IMAGES = chunk_sender.Images()
-        is_faster_whole = version == 4 and rank == 0  # the first rank decides for all
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FasterWay, "goes_whole", lambda _, result=is_faster_whole: result)
-            result = update(toy_trainer(step_of(version)), engine, version=version)
+            part_sender.IMAGES = part_sender.Images()
+        result = update(toy_trainer(step_of(version)), engine, version=version)
         part = result.network_bytes / result.bytes
-        low, high = [(0.9, 2.0), (0, 0.1), (0, 0.1), (0.1, 0.9), (0.9, 2.0), (0, 0.1)][version]
+        low, high = [(0.9, 2.0), (0, 0.1), (0, 0.1), (0.1, 0.9), (0, 0.1)][version]
         assert low < part < high, part
 
 
@@ -147,7 +143,7 @@ def behind_a_firewall(rank: int, engine: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(ChunkSender, "__init__", refuse)
+            patch.setattr(PartSender, "__init__", refuse)
         sent = sent_by(patch)
         update(toy_trainer(toy.checkpoint(0)), engine, version=0)
         assert bool(sent) == (rank == 0)
@@ -259,7 +255,7 @@ def test_all_chunks_together_are_those_of_one_rank(
 ) -> None:
     """KV scales too, which only the first rank of a trainer is given; it hands them on. Host memory
     stands for a GPU's, and torch for its kernel."""
-    monkeypatch.setattr(chunk_sender, "RelayClient", Recorder)
+    monkeypatch.setattr(part_sender, "RelayClient", Recorder)
     monkeypatch.setattr(cuda_ipc, "DeviceMemory", FakeDeviceMemory)
     monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
     monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
@@ -276,7 +272,7 @@ def test_all_chunks_together_are_those_of_one_rank(
     of_all = plan(SLOTS * senders)
     relays = {"engine": Relay({}, "", 1.0)}
     for number in range(senders):
-        sender = ChunkSender(
+        sender = PartSender(
             of_all, device, torch.bfloat16, number, senders, relays, scales, ("", "")
         )
         for index, (_, tensor) in enumerate(named[:-1]):
@@ -286,7 +282,7 @@ def test_all_chunks_together_are_those_of_one_rank(
     content = torch.zeros(alone.manifest.bucket_bytes, dtype=torch.uint8)
     packer = HostPacker(alone, content)
     for chunk, index in alone.turns:
-        packer.put(index, named[index][1], 0, chunk)
+        packer.put(index, named[index][1], chunk)
     assert Recorder.sent.keys() == set(range(len(alone.chunks))) and len(alone.chunks) > 5
     for chunk, slices in enumerate(alone.chunks):
         first, _ = alone.extent(chunk)
@@ -299,10 +295,10 @@ def test_all_chunks_together_are_those_of_one_rank(
 
 def test_a_rank_keeps_nothing_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a garbage collector's help: a part of a bucket is memory that a host may lack."""
-    monkeypatch.setattr(chunk_sender, "RelayClient", Recorder)
+    monkeypatch.setattr(part_sender, "RelayClient", Recorder)
     made = sources([("w", torch.ones(128, 128))], None, torch.bfloat16)
     plan = TransferPlan(made, [False], CHUNK)
-    sender = ChunkSender(plan, None, torch.bfloat16, 0, 1, {}, None, ("", ""))
+    sender = PartSender(plan, None, torch.bfloat16, 0, 1, {}, None, ("", ""))
     gone = weakref.ref(sender)
     sender.close()
     del sender
@@ -313,7 +309,7 @@ def killed(rank: int, folder: Path, engines: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         with_small_chunks(patch)
         update(toy_trainer(toy.checkpoint(0)), engines, version=0)
-        patch.setattr(board, "WAIT_S", GIVE_UP_S)
+        patch.setattr(keep_alive, "WAIT_S", GIVE_UP_S)
         if rank == 2:
             patch.setattr(RelayClient, "wait", ranks.die)
         with pytest.raises((EngineError, TimeoutError, RuntimeError)):

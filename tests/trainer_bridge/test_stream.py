@@ -183,7 +183,7 @@ class Held:
 
         def counted(filler: Filler, index: int) -> None:
             own(filler, index)
-            held = sum(part[0].nbytes for part in filler._held.values() if part is not None)
+            held = sum(whole.nbytes for whole in filler._held.values())
             self.most = max(self.most, held)
             if held > self.limit:
                 raise MemoryError("no memory")
@@ -238,9 +238,9 @@ def test_a_packer_gets_the_dtype_that_was_announced(monkeypatch: pytest.MonkeyPa
     engine, seen = engine_of(1), {}
     put = HostPacker.put
 
-    def noted(self: HostPacker, index: int, whole: torch.Tensor, start: int, chunk: int) -> None:
+    def noted(self: HostPacker, index: int, whole: torch.Tensor, chunk: int) -> None:
         seen[index] = whole.dtype, self._plan.sources[index].held_as
-        put(self, index, whole, start, chunk)
+        put(self, index, whole, chunk)
 
     monkeypatch.setattr(HostPacker, "put", noted)
     tensors = toy.checkpoint()

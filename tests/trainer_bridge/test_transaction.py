@@ -24,7 +24,7 @@ from trainer_bridge import participant, transaction
 from trainer_bridge.connections import close, connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.serving_engines import serving_engines
-from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import EngineRanks
 from trainer_bridge.update import RUN, update
 from trainer_bridge.update_session import UpdateSession

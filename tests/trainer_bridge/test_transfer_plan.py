@@ -15,7 +15,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.packer import HostPacker
 from trainer_bridge.sources import Named, Source, sources
 from trainer_bridge.transfer_plan import TransferPlan, can_be_mapped
-from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.bucket import HostBucket
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 FUSED = "l.mlp.experts.gate_up_proj"
@@ -47,7 +47,7 @@ def filled(plan: TransferPlan, named: Named) -> list[bytes]:
     for chunk, source in plan.turns:
         while len(sent) < chunk:
             sent.append(raw(bucket.content))
-        packer.put(source, plan.sources[source].read(named[source][1]), 0, chunk)
+        packer.put(source, plan.sources[source].read(named[source][1]), chunk)
     while len(sent) < len(plan.chunks):
         sent.append(raw(bucket.content))
     return sent

@@ -29,7 +29,7 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.sources import sources
 from trainer_bridge.transaction import Begun
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.update import RUN, update
 
 pytestmark = pytest.mark.timeout(120)
@@ -602,7 +602,6 @@ def test_nothing_is_planned_where_engines_read_everything_in_place(
 ) -> None:
     """On a rank that does not lead, which has no plan: to make one takes longer than all else."""
     planned: list[object] = []
-    monkeypatch.setattr(weights_module, "fill_together", lambda *_: None)
     monkeypatch.setattr(
         weights_module, "sources_for", lambda named, *_: planned.append(named) or []
     )

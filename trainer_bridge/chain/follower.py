@@ -47,8 +47,6 @@ class ChainFollower:
         self._serial = 0
         self.policy: Policy | None = None
         """Of the version that it has."""
-        self.is_exact = True
-        """Whether it is the trainer's version, and not what a budget left of it."""
 
     def advance(self) -> bool:
         """Go on to the newest version that can be made; whether that is another one.
@@ -119,8 +117,7 @@ class ChainFollower:
         ]
         if behind:
             self.update(behind if len(behind) > 1 else behind[0], **options)
-            how = "" if self.is_exact else ", of which a budget left a part"
-            logger.info("%d of %d engines took %s%s", len(behind), len(engines), self.policy, how)
+            logger.info("%d of %d engines took %s", len(behind), len(engines), self.policy)
         for _, error in asked:
             if error is not None:
                 raise error
@@ -160,7 +157,6 @@ class ChainFollower:
                 f"version of sgl-fp8rl on both sides"
             )
         self._tensors, self._serial, self.policy = tensors, link.serial, link.policy
-        self.is_exact = link.is_exact
 
 
 def follow(

@@ -17,7 +17,7 @@ from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.chain.disk import ChainError, brief, replace
 
 INDEX = "chain.json"
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"[A-Za-z0-9-]+\.safetensors\.zst")
 
 
@@ -47,8 +47,6 @@ class Link:
     delta: tuple[Part, ...]
     anchor: tuple[Part, ...]
     """All tensors; none at most versions."""
-    is_exact: bool = True
-    """Whether it is the trainer's version, and not what a budget left of it."""
 
     @property
     def policy(self) -> Policy:

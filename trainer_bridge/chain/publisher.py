@@ -42,29 +42,17 @@ class ChainPublisher:
             not lead, None.
         anchor_every: 16 writes every 16th version whole as well, for those who join late.
             The files of the last two such versions, and of all since, are kept.
-        budget_bytes: of a delta, before it is compressed: the largest changes are published, and
-            what is left of them with a later version. By default versions are exact; those that
-            are written whole besides always are, and so is each that fits.
 
     Raises:
-        ChainError: ``anchor_every`` or ``budget_bytes`` is not a whole number from 1 up, or
-            zstandard is not installed.
+        ChainError: ``anchor_every`` is not a whole number from 1 up, or zstandard is not installed.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        like: Any,
-        anchor_every: int = 16,
-        budget_bytes: int | None = None,
-    ) -> None:
-        anchor_every, budget_bytes = as_python(anchor_every), as_python(budget_bytes)
-        for name, value in (("anchor_every", anchor_every), ("budget_bytes", budget_bytes)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ChainError(f"{name} is {value!r}; give a whole number from 1 up")
+    def __init__(self, folder: str | Path, like: Any, anchor_every: int = 16) -> None:
+        anchor_every = as_python(anchor_every)
+        if type(anchor_every) is not int or anchor_every < 1:
+            raise ChainError(f"anchor_every is {anchor_every!r}; give a whole number from 1 up")
         files.zstandard()
         self._folder, self._like, self._anchor_every = Path(folder), like, anchor_every
-        self._budget_bytes = budget_bytes
         self._lock: BinaryIO | None = None
         self._tensors: Tensors = {}
         self._serial = 0
@@ -171,10 +159,7 @@ class ChainPublisher:
         before = self._tensors if index.serial == self._serial else {}
         is_anchor = not before or self._since + 1 >= self._anchor_every
         serial = max(index.serial + 1, time.time_ns())  # later than those of a chain that is gone
-        most = None if is_anchor else self._budget_bytes
-        return VersionWriter(
-            self._folder, policy, serial, layout, before, is_anchor, most, kv_scales
-        )
+        return VersionWriter(self._folder, policy, serial, layout, before, is_anchor, kv_scales)
 
     def _finish(self, new: VersionWriter) -> int:
         link = new.finish(self._serial)

@@ -7,12 +7,12 @@ import torch
 
 from sgl_fp8rl.formats import DTYPES, by_tensor, format_of, split_name
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded
-from sgl_fp8rl.ops.delta import WORTH, difference
+from sgl_fp8rl.ops.delta import difference
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.chain import budget, files
+from trainer_bridge.chain import files
 from trainer_bridge.chain.files import PartWriter, Tensors, as_bytes
 from trainer_bridge.chain.index import Link, read_index
 
@@ -27,7 +27,6 @@ class VersionWriter:
         layout: of the engine whose formats are used.
         before: the tensors of the version before.
         is_anchor: whether it is written whole besides.
-        budget_bytes: of its delta, or None.
     """
 
     def __init__(
@@ -38,14 +37,13 @@ class VersionWriter:
         layout: dict[str, Any],
         before: Tensors,
         is_anchor: bool,
-        budget_bytes: int | None,
         kv_scales: torch.Tensor | None,
     ) -> None:
         read = ("dtype", "fp32", "formats", "skipped", "tied")
         self.layout = {name: layout[name] for name in read}
         self.tensors: Tensors = {}
         self._folder, self._policy, self._serial, self._before = folder, policy, serial, before
-        self._formats, self._budget_bytes = by_tensor(layout["formats"]), budget_bytes
+        self._formats = by_tensor(layout["formats"])
         self._delta = PartWriter(folder, f"{serial}-delta") if before else None
         self._anchor = PartWriter(folder, f"{serial}-anchor") if is_anchor else None
         scales = before.get(KV_SCALES) if kv_scales is None else kv_scales
@@ -88,7 +86,7 @@ class VersionWriter:
         self.tensors[name] = tensor = tensor.contiguous()
         if self._anchor is not None:
             self._anchor.put(name, tensor)
-        if self._delta is not None and self._budget_bytes is None:
+        if self._delta is not None:
             put_change(self._delta, name, self._before.get(name), tensor)
 
     def finish(self, base: int) -> Link:
@@ -107,28 +105,10 @@ class VersionWriter:
                 f"{min(odd)} is only in one of the last two versions; publish another model in "
                 f"another folder"
             )
-        is_exact = True
-        if self._delta is not None and self._budget_bytes is not None:
-            self.tensors, is_exact = self._within(self._budget_bytes)
-            for name, tensor in self.tensors.items():
-                # a tensor that came whole would be more than was counted of it
-                put_change(self._delta, name, self._before.get(name), tensor, worth=1.0)
         delta, anchor = (w.finish() if w is not None else () for w in (self._delta, self._anchor))
         digest = files.digest(self.tensors)
         base = base if delta else 0
-        return Link(self._serial, *self._policy, digest, base, delta, anchor, is_exact)
-
-    def _within(self, budget_bytes: int) -> tuple[Tensors, bool]:
-        """What of this version fits; KV scales go together, and are not counted."""
-        same = {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if name != KV_SCALES
-            and (old := self._before.get(name)) is not None
-            and (old.shape, old.dtype) == (tensor.shape, tensor.dtype)
-        }
-        chosen, is_exact = budget.within(self._before, same, budget_bytes)
-        return {**self.tensors, **chosen}, is_exact
+        return Link(self._serial, *self._policy, digest, base, delta, anchor)
 
     def delete(self) -> None:
         """Delete its files, unless the index has them already."""
@@ -140,20 +120,14 @@ class VersionWriter:
             (self._folder / name).unlink(missing_ok=True)
 
 
-def put_change(
-    writer: PartWriter,
-    name: str,
-    old: torch.Tensor | None,
-    new: torch.Tensor,
-    worth: float = WORTH,
-) -> None:
+def put_change(writer: PartWriter, name: str, old: torch.Tensor | None, new: torch.Tensor) -> None:
     """Write what makes a tensor out of an old one: nothing where they are equal, or all of it where
-    that is less than a delta, or not much more (``worth``)."""
+    that is less than a delta, or not much more."""
     change = None
     if old is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
         if torch.equal(as_bytes(old), as_bytes(new)):
             return
-        change = difference(as_bytes(old), as_bytes(new), worth)
+        change = difference(as_bytes(old), as_bytes(new))
     if change is None:
         writer.put(name, new)
     else:

@@ -1,12 +1,14 @@
 """Memory that a trainer fills and every rank of an engine reads, wherever it lies."""
 
+import secrets
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from sgl_fp8rl.protocol.host_memory import HostMemory
+from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, StagingBucket
-from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import Ranks
 
 
@@ -22,10 +24,6 @@ class Bucket(Protocol):
         """uint8: what ranks read."""
 
     @property
-    def path(self) -> str | None:
-        """Where another process of this host and user can open it; None for a GPU's memory."""
-
-    @property
     def close(self) -> Callable[[], object]:
         """Frees it; ranks have let go of it before."""
 
@@ -35,6 +33,32 @@ class Bucket(Protocol):
         Raises:
             EngineError: a rank cannot.
         """
+
+
+class HostBucket:
+    """Host memory of ``nbytes``: for engines on a CPU, for trainers without a GPU, and for those
+    whose GPU memory the engine cannot open.
+
+    Its descriptor is passed over each rank's socket. A rank on another host gets its content
+    instead.
+
+    Raises:
+        EngineError: there is not enough memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.name = secrets.token_hex(16)
+        try:
+            self._memory = HostMemory(nbytes)
+        except OSError as error:
+            raise EngineError(f"a bucket of {nbytes} bytes could not be made: {error}") from error
+        self.content, self.close = self._memory.content, self._memory.close
+
+    def share(self, ranks: Ranks) -> None:
+        """Have every rank open it, unless all have."""
+        if self.name not in ranks.known:
+            message = {"op": "bucket", "name": self.name, "bytes": self.content.numel()}
+            ranks.ask(message, (self._memory.fd,))
 
 
 def bucket_on(device: torch.device | None, nbytes: int, is_remote: bool = False) -> Bucket:

@@ -35,9 +35,6 @@ class StagingBucket:
         EngineError: there is not enough memory.
     """
 
-    path: str | None = None
-    """Other processes of this user do not open it by a path."""
-
     def __init__(self, nbytes: int, device: torch.device) -> None:
         try:
             self._memory = DeviceMemory(nbytes, device.index)

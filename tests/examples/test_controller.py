@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from examples.controller import Controller, Decision
 from server_args import Fp8RLServerArgs
-from trainer_bridge import Controller, Decision
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs
 from trainer_bridge.metrics import mismatch_metrics
 
