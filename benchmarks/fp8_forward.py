@@ -22,9 +22,9 @@ from benchmarks.engines import models
 from benchmarks.engines.models import MODELS, Shape
 from sgl_fp8rl.ops import block_linear
 from sgl_fp8rl.ops.reference import fp8_linear
-from trainer_bridge import hf_names
-from trainer_bridge.fp8_forward import convert_layers
-from trainer_bridge.sources import named_tensors
+from trainer_bridge.fp8.fp8_forward import convert_layers
+from trainer_bridge.sources import hf_names
+from trainer_bridge.sources.parameters import named_tensors
 
 BF16 = torch.bfloat16
 GIB = 1 << 30
@@ -180,7 +180,7 @@ def check(shape: Shape, tokens: int, device: torch.device) -> None:
 
 
 def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from trainer_bridge.fp8_weights import FP8Parameter
+    from trainer_bridge.fp8.fp8_weights import FP8Parameter
 
     codes = FP8Parameter("weight", BF16).codes(weight)
     return codes.codes_NK, codes.scale_inv_nk

@@ -19,7 +19,7 @@ import trainer_bridge
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines.models import MODELS
 from benchmarks.fp8_forward import TINY, trainer_of
-from trainer_bridge.connections import connection_to
+from trainer_bridge.session.connections import connection_to
 
 PROMPTS, LENGTH = 16, 64
 NEW_TOKENS = 128

@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _kv_report(arguments: argparse.Namespace) -> int:
     from sgl_fp8rl.kv_cache import kv_report
-    from trainer_bridge.engine_client import EngineError
+    from trainer_bridge.engines.engine_client import EngineError
 
     if arguments.picture and find_spec("matplotlib") is None:
         sys.exit("sgl-fp8rl kv-report --picture needs matplotlib; run pip install matplotlib")
@@ -167,7 +167,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
     from sgl_fp8rl import export
-    from trainer_bridge.engine_client import EngineError
+    from trainer_bridge.engines.engine_client import EngineError
 
     try:
         print(
@@ -188,7 +188,7 @@ def _follow(arguments: argparse.Namespace) -> int:
     import logging
 
     from trainer_bridge.chain import ChainError, follow
-    from trainer_bridge.engine_client import EngineError
+    from trainer_bridge.engines.engine_client import EngineError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 

@@ -22,7 +22,7 @@ from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter, read_tensors
-from trainer_bridge.engine_client import connect
+from trainer_bridge.engines.engine_client import connect
 
 CONFIG = "config.json"
 STACKED = {

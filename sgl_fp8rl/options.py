@@ -13,7 +13,7 @@ hand, and its result is handed on from there:
 - ``Control.__init__``, in the main process, for the control channel;
 - ``cli._tune``, which has no engine.
 
-A trainer has one variable, its key, which ``trainer_bridge.engine_client`` reads.
+A trainer has one variable, its key, which ``trainer_bridge.engines.engine_client`` reads.
 """
 
 import os

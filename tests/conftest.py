@@ -20,7 +20,7 @@ from hypothesis import settings
 from sgl_fp8rl import compat
 from sgl_fp8rl.options import current_options
 from tests import without_sglang
-from trainer_bridge import connections
+from trainer_bridge.session import connections
 
 # A pytest that is ended from outside still ends the servers that it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -27,14 +27,14 @@ TELLS_THE_OTHERS = {
     "trainer_bridge.chain.follower",
     "trainer_bridge.chain.index",
     "trainer_bridge.chain.version_writer",
-    "trainer_bridge.part_sender",
-    "trainer_bridge.collective",
-    "trainer_bridge.fp8_forward",
-    "trainer_bridge.shard_codes",
-    "trainer_bridge.shared_sending",
-    "trainer_bridge.sources",
-    "trainer_bridge.tied_head",
-    "trainer_bridge.weights",
+    "trainer_bridge.session.part_sender",
+    "trainer_bridge.ranks.collective",
+    "trainer_bridge.fp8.fp8_forward",
+    "trainer_bridge.shards.shard_codes",
+    "trainer_bridge.updates.shared_sending",
+    "trainer_bridge.sources.parameters",
+    "trainer_bridge.sources.tied_head",
+    "trainer_bridge.updates.weights",
 }
 """Modules that call ``attempt``: each passes the error on to the other ranks, or to its caller."""
 

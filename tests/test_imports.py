@@ -20,34 +20,18 @@ LAYERS = (
     # what trainer and engine share
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
-    "trainer_bridge.arguments trainer_bridge.sampling "
-    "trainer_bridge.http_requests "
-    "trainer_bridge.engine_client "
-    "trainer_bridge.routed_experts trainer_bridge.rank_values "
-    "trainer_bridge.engine_norms trainer_bridge.codes_memory trainer_bridge.fp8_weights "
-    "trainer_bridge.fp8_layers "
-    "trainer_bridge.wrappers trainer_bridge.adapters "
-    "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.fp8_attention "
-    "trainer_bridge.clock "
-    "trainer_bridge.commit_decision trainer_bridge.agreement",
-    "trainer_bridge.transport trainer_bridge.sources trainer_bridge.tied_head "
-    "trainer_bridge.announcement "
-    "trainer_bridge.transfer_plan trainer_bridge.weights trainer_bridge.weights_digest "
-    "trainer_bridge.packer trainer_bridge.layout trainer_bridge.sender trainer_bridge.in_place "
-    "trainer_bridge.placed_shards trainer_bridge.code_pieces trainer_bridge.shard_codes "
-    "trainer_bridge.image_changes trainer_bridge.lookahead "
-    "trainer_bridge.engine_connection trainer_bridge.connections trainer_bridge.collective "
-    "trainer_bridge.filler trainer_bridge.shard_ranges "
-    "trainer_bridge.chunk_sender trainer_bridge.part_sender trainer_bridge.shared_sending "
-    "trainer_bridge.side_by_side trainer_bridge.serving_engines "
-    "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.session_engines "
-    "trainer_bridge.session_images trainer_bridge.update_session "
-    "trainer_bridge.transaction "
-    "trainer_bridge.replies",
-    "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
+    "trainer_bridge.arguments trainer_bridge.clock trainer_bridge.lookahead",
+    "trainer_bridge.engines trainer_bridge.router_replay trainer_bridge.kv",
+    "trainer_bridge.sources",
+    "trainer_bridge.ranks",
+    "trainer_bridge.transport",
+    "trainer_bridge.transfer",
+    "trainer_bridge.shards",
+    "trainer_bridge.ways",
+    "trainer_bridge.session",
+    "trainer_bridge.updates trainer_bridge.rollouts trainer_bridge.fp8 trainer_bridge.sampling",
     "trainer_bridge.metrics",
     "trainer_bridge.correction",
-    "trainer_bridge.update trainer_bridge.fp8_forward",
     "trainer_bridge.chain",
     "trainer_bridge",
     # adapters of trainers: nothing of the engine
@@ -300,3 +284,10 @@ def test_unknown_name_is_an_attribute_error() -> None:
         "except AttributeError as error: assert 'nothing' in str(error)\n"
         "else: raise AssertionError('no error')\n"
     )
+
+
+def test_what_pages_named_before_folders_is_there_for_one_release() -> None:
+    from trainer_bridge.rollouts.sampling import check_sampling
+    from trainer_bridge.sampling import check_sampling as before
+
+    assert before is check_sampling

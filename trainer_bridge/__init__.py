@@ -30,12 +30,10 @@ To compute the forward with the very FP8 codes that the engine serves:
 >>> fp8.check(engine)
 """
 
-from trainer_bridge.connections import close
 from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
-from trainer_bridge.engine_client import EngineError, connect
-from trainer_bridge.fp8_forward import FP8Forward, fp8_forward
-from trainer_bridge.kv_calibrator import KVCalibrator
-from trainer_bridge.logprobs import response_logprobs
+from trainer_bridge.engines.engine_client import EngineError, connect
+from trainer_bridge.fp8.fp8_forward import FP8Forward, fp8_forward
+from trainer_bridge.kv.kv_calibrator import KVCalibrator
 from trainer_bridge.metrics import (
     Alarm,
     TokenMismatch,
@@ -43,10 +41,12 @@ from trainer_bridge.metrics import (
     mismatch_metrics,
     worst_tokens,
 )
-from trainer_bridge.rollout import Rollout, rollout
-from trainer_bridge.routed_experts import routing_disagreement
+from trainer_bridge.rollouts.logprobs import response_logprobs
+from trainer_bridge.rollouts.rollout import Rollout, rollout
+from trainer_bridge.rollouts.routed_experts import routing_disagreement
 from trainer_bridge.router_replay import record_routing, replay_routing
-from trainer_bridge.update import UpdateResult, update
+from trainer_bridge.session.connections import close
+from trainer_bridge.updates.update import UpdateResult, update
 
 __all__ = [
     "PRESETS",

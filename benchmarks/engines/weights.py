@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.engines.models import Parameter, Shape, parameters
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX, quantize_weight
-from trainer_bridge import hf_names
+from trainer_bridge.sources import hf_names
 
 STD = 0.02
 SCALES = (0.1 * STD / FP8_MAX, 5 * STD / FP8_MAX)

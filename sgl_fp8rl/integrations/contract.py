@@ -22,7 +22,7 @@ from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
 from sgl_fp8rl.protocol.manifest import TIED_HEAD
 from sgl_fp8rl.protocol.states import State
-from trainer_bridge.engine_client import EngineError, connect
+from trainer_bridge.engines.engine_client import EngineError, connect
 
 Pairs = Iterator[tuple[str, torch.Tensor]]
 Walk = Callable[[], Pairs]

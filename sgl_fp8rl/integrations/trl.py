@@ -19,7 +19,7 @@ from sgl_fp8rl.integrations.rollouts import mismatch_log, whole_rollout, without
 from sgl_fp8rl.integrations.updates import next_version
 from sgl_fp8rl.protocol.attempt import attempt
 from trainer_bridge import Rollout, rollout, update
-from trainer_bridge.sampling import check_sampling
+from trainer_bridge.rollouts.sampling import check_sampling
 
 try:
     import trl

@@ -11,7 +11,7 @@ from typing import Any
 
 from sgl_fp8rl.ops.reference import FP8_MAX
 from sgl_fp8rl.tables import align
-from trainer_bridge.engine_client import connect
+from trainer_bridge.engines.engine_client import connect
 
 Reply = dict[str, Any]
 

@@ -19,7 +19,7 @@ from sgl_fp8rl.ops.channel import channel_linear
 from sgl_fp8rl.ops.experts import Weight, fp8_experts
 from sgl_fp8rl.ops.reference import BLOCK, fp8_linear
 from sgl_fp8rl.sensitivity.groups import Group
-from trainer_bridge.fp8_layers import check_experts
+from trainer_bridge.fp8.fp8_layers import check_experts
 
 Forward = Callable[..., torch.Tensor]
 

@@ -16,8 +16,8 @@ from torch import nn
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8
 from sgl_fp8rl.formats.padding import BF16_BYTES, Shard, fit, fit_experts
 from sgl_fp8rl.formats.weight_format import WeightFormat
-from trainer_bridge import hf_names
-from trainer_bridge.fp8_layers import is_experts
+from trainer_bridge.fp8.fp8_layers import is_experts
+from trainer_bridge.sources import hf_names
 
 _STACKED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),

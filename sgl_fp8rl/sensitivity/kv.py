@@ -9,7 +9,7 @@ import torch
 
 from sgl_fp8rl.ops.kv import kv_codes
 from sgl_fp8rl.sensitivity.tokens import Sequences
-from trainer_bridge.kv_calibrator import KVCalibrator
+from trainer_bridge.kv.kv_calibrator import KVCalibrator
 
 
 @torch.inference_mode()

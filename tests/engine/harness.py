@@ -23,8 +23,8 @@ from sgl_fp8rl.ops.reference import quantize_weight
 from sgl_fp8rl.ports import Port
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from tests.engine import forked, models
-from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
-from trainer_bridge.sources import NamedTensors
+from trainer_bridge.engines.engine_client import EngineError, HTTPEngine, connect
+from trainer_bridge.sources.parameters import NamedTensors
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 480.0

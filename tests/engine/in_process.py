@@ -17,7 +17,7 @@ from typing import Any
 import trainer_bridge
 from tests.engine import models
 from trainer_bridge import Rollout, rollout
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 LONG = {"temperature": 1.0, "max_new_tokens": 240, "ignore_eos": True}
 SHORT = {**LONG, "max_new_tokens": 4}

@@ -15,11 +15,11 @@ from sgl_fp8rl.protocol.manifest import Manifest, describe
 from sgl_fp8rl.weight_update.shared_memory import Slot
 from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
-from trainer_bridge import participant
-from trainer_bridge.engine_client import EngineClient, EngineError
+from trainer_bridge.engines.engine_client import EngineClient, EngineError
+from trainer_bridge.session import participant
 from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
-from trainer_bridge.update import RUN, UpdateResult
+from trainer_bridge.updates.update import RUN, UpdateResult
 
 PROMPT = list(range(1, 17))
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}

@@ -19,7 +19,7 @@ from tests.engine import models
 from tests.engine.bad_requests import VOCAB, WRONG_IDS, WRONG_SAMPLING
 from tests.engine.conftest import Policies
 from tests.engine.harness import CALL_TIMEOUT_S, FORKED, EngineProcess, Server
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 # Two engines start, one after the other.
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -20,7 +20,7 @@ from tests.engine import models, stock_fp8
 from tests.engine.conftest import Policies
 from tests.engine.harness import FORKED, EngineProcess, Server, exit_status, tail
 from tests.engine.serving import ASK
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

@@ -23,7 +23,7 @@ from tests.engine.serving import (
     update,
     version_of,
 )
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

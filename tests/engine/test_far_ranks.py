@@ -20,7 +20,7 @@ from tests.engine.test_kv_cache import KV_HEADS, LAYERS
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import gathered
 from tests.trainer_bridge.test_shared_sending import sent_by
-from trainer_bridge import layout
+from trainer_bridge.transfer import layout
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -20,7 +20,7 @@ from tests.engine.conftest import Policies
 from tests.engine.harness import FORKED, EngineProcess, Server
 from tests.trainer_bridge import ranks
 from trainer_bridge import EngineError, FP8Forward, Rollout, fp8_forward
-from trainer_bridge.fp8_attention import fake_quantize_kv
+from trainer_bridge.kv.fp8_attention import fake_quantize_kv
 
 pytestmark = pytest.mark.engine
 

@@ -23,7 +23,7 @@ from tests.engine.serving import (
     update,
     version_of,
 )
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = pytest.mark.engine
 

@@ -24,8 +24,8 @@ from tests.engine.serving import assert_serves
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_fsdp import plain_engine
 from tests.trainer_bridge.test_transaction import states
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.participant import Participant
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.participant import Participant
 from trainer_bridge.transport.rank_client import RankClients
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -19,7 +19,7 @@ import trainer_bridge
 from sgl_fp8rl.kv_cache.scales import START_V
 from tests.engine import models
 from tests.engine.harness import FORKED, EngineProcess, Server
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -23,9 +23,9 @@ from tests.engine.serving import (
     assert_serves,
 )
 from tests.trainer_bridge import ranks
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.participant import Participant
-from trainer_bridge.update import UpdateResult
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.participant import Participant
+from trainer_bridge.updates.update import UpdateResult
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -37,7 +37,7 @@ import os, sys
 from pathlib import Path
 import trainer_bridge
 from tests.engine import models
-from trainer_bridge.participant import Participant
+from trainer_bridge.session.participant import Participant
 
 commit = Participant.commit
 
@@ -49,7 +49,7 @@ def die(self, policy):
 if __name__ == "__main__":
     Participant.commit = die
     # one after the other, so that the first has committed
-    trainer_bridge.transaction.side_by_side = lambda calls: [call() for _, call in calls]
+    trainer_bridge.session.transaction.side_by_side = lambda calls: [call() for _, call in calls]
     checkpoint, *engines = sys.argv[1:]
     trainer_bridge.update(models.named_tensors(Path(checkpoint)), engines, version=0, run="dies")
 """

@@ -13,7 +13,7 @@ from tests.engine.conftest import Policies
 from tests.engine.harness import FORKED, Server
 from tests.engine.test_updates import sha256
 from tests.trainer_bridge import ranks
-from trainer_bridge.engine_client import connect
+from trainer_bridge.engines.engine_client import connect
 
 try:
     import mbridge  # noqa: F401

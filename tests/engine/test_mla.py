@@ -15,7 +15,7 @@ from tests.engine.harness import EngineProcess
 from tests.engine.hf_oracle import mean_difference, prompt_logprobs, scale_mla
 from tests.engine.test_families import check_logprobs, score
 from tests.engine.test_updates import ROLLOUT, sha256
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = pytest.mark.engine
 

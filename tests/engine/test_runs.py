@@ -13,8 +13,8 @@ from tests.engine.conftest import Policies
 from tests.engine.harness import CALL_TIMEOUT_S, Server
 from tests.engine.serving import ASK, assert_serves, update
 from tests.engine.test_in_flight import caught, controlled
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import RUN
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.updates.update import RUN
 
 pytestmark = pytest.mark.engine
 

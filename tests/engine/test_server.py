@@ -56,9 +56,9 @@ from tests.engine.serving import (
     update,
     version_of,
 )
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.rank_client import RankClients
-from trainer_bridge.update import RUN
+from trainer_bridge.updates.update import RUN
 
 NEEDS_GPU = "newer SGLang needs a GPU to release memory"
 

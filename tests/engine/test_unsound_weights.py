@@ -11,7 +11,7 @@ import trainer_bridge
 from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import FORKED, Server
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

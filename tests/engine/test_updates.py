@@ -16,7 +16,7 @@ from tests.engine import expected, models
 from tests.engine.conftest import UPDATES, Policies
 from tests.engine.harness import EngineProcess
 from trainer_bridge import Rollout, rollout
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = pytest.mark.engine
 

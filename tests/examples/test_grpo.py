@@ -10,7 +10,7 @@ import torch
 from examples.grpo import __main__ as command_line
 from examples.grpo import arithmetic, loop, tiny_model
 from trainer_bridge import Rollout, response_logprobs
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 RIGHT, WRONG = "8,6,10,9\n", "8,10,14,13\n"
 SUM = arithmetic.Problem((3, 5, -2, 4, -1))

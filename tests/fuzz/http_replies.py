@@ -10,8 +10,8 @@ import pytest
 
 from tests.fuzz.decoder import Decoder, to_json
 from tests.fuzz.frames import arrived
-from trainer_bridge import http_requests
-from trainer_bridge.engine_client import EngineError, HTTPEngine
+from trainer_bridge.engines import http_requests
+from trainer_bridge.engines.engine_client import EngineError, HTTPEngine
 
 LONGEST_REPLY = 10_000
 """Some inputs are longer."""

@@ -19,7 +19,7 @@ from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
 from tests.fuzz.decoder import Decoder, to_frames
 from tests.fuzz.frames import TIMEOUT_S, arrived
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.relay_client import RelayClient
 
 ROOM = 512

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.fuzz.decoder import LONGEST, Decoder, to_json
-from trainer_bridge import engine_client
-from trainer_bridge.engine_client import EngineError, HTTPEngine
-from trainer_bridge.replies import ContractError
-from trainer_bridge.rollout import rollout
+from trainer_bridge.engines import engine_client
+from trainer_bridge.engines.engine_client import EngineError, HTTPEngine
+from trainer_bridge.rollouts.replies import ContractError
+from trainer_bridge.rollouts.rollout import rollout
 
 SOUND, MUTATED = "http://sound", "http://mutated"
 STATUS: dict[str, Any] = {

@@ -17,15 +17,15 @@ from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from tests.fuzz.decoder import Decoder, parse, to_frames
-from trainer_bridge import engine_client
-from trainer_bridge.announcement import announced
-from trainer_bridge.engine_client import EngineError, HTTPEngine
-from trainer_bridge.engine_connection import EngineConnection
-from trainer_bridge.layout import comparable, gpu_of
-from trainer_bridge.sender import Sender
+from trainer_bridge.engines import engine_client
+from trainer_bridge.engines.engine_client import EngineError, HTTPEngine
+from trainer_bridge.session.engine_connection import EngineConnection
+from trainer_bridge.session.update_session import slowest_gpu
+from trainer_bridge.sources.announcement import announced
+from trainer_bridge.transfer.layout import comparable, gpu_of
 from trainer_bridge.transport import rank_client
 from trainer_bridge.transport.rank_client import RankClients
-from trainer_bridge.update_session import slowest_gpu
+from trainer_bridge.ways.sender import Sender
 
 TIMEOUT_S = 10.0
 NAMED = [("w", torch.zeros(256, 128, dtype=torch.bfloat16)), ("n", torch.zeros(64))]

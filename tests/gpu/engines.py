@@ -16,8 +16,8 @@ import torch
 import trainer_bridge
 from tests.engine.harness import LAUNCH_SERVER, EngineProcess, Server
 from tests.gpu.policies import Tensors
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import UpdateResult
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.updates.update import UpdateResult
 
 MAX_BATCH = 16
 BUCKET_BYTES = 64 << 20

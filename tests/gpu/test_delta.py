@@ -19,9 +19,9 @@ from tests.sgl_fp8rl.kv_cache import test_updates as with_kv
 from tests.sgl_fp8rl.weight_update import test_changes, toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
-from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import update
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.updates.update import update
 
 Tensor = torch.Tensor
 BLOCK = delta_triton._BYTES

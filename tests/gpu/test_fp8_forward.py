@@ -12,9 +12,9 @@ from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops import block_linear
 from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weight
 from tests.gpu.conftest import INTERPRETED
-from trainer_bridge.codes_memory import CodesMemory
-from trainer_bridge.fp8_layers import convert
-from trainer_bridge.fp8_weights import FP8Parameter
+from trainer_bridge.fp8.fp8_layers import convert
+from trainer_bridge.fp8.fp8_weights import FP8Parameter
+from trainer_bridge.shards.codes_memory import CodesMemory
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

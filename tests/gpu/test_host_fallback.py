@@ -29,7 +29,7 @@ from tests.gpu.policies import DENSE, draw, reference_digests, shared_folder, wr
 from tests.gpu.test_cuda_memory import MIB, new_peer
 from tests.gpu.test_updates import RECLAIM_S
 from tests.gpu.trainers import Trainer, answer, trainer_process
-from trainer_bridge.update import RUN
+from trainer_bridge.updates.update import RUN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

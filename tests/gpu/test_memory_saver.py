@@ -36,7 +36,7 @@ from tests.gpu.policies import (
     write_checkpoint,
 )
 from tests.gpu.trainers import Trainer
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

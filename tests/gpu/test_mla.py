@@ -37,7 +37,7 @@ from tests.gpu.policies import (
 )
 from tests.gpu.test_updates import Snapshot
 from tests.gpu.trainers import Trainer
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = pytest.mark.gpu
 

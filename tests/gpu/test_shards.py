@@ -40,8 +40,8 @@ from tests.gpu.policies import (
     write_checkpoint,
 )
 from tests.gpu.trainers import answer, trainer_process
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.sources import sources
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.sources.parameters import sources
 
 pytestmark = pytest.mark.gpu
 

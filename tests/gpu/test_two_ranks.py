@@ -32,7 +32,7 @@ from tests.gpu.policies import (
     write_checkpoint,
 )
 from tests.gpu.trainers import Trainer
-from trainer_bridge.update import UpdateResult
+from trainer_bridge.updates.update import UpdateResult
 
 pytestmark = pytest.mark.gpu
 

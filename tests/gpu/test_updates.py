@@ -49,8 +49,8 @@ from tests.gpu.policies import (
     write_checkpoint,
 )
 from tests.gpu.trainers import Trainer, answer, stop_at_part, trainer_process, update_twice
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import RUN, UpdateResult
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.updates.update import RUN, UpdateResult
 
 pytestmark = pytest.mark.gpu
 

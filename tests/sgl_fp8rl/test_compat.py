@@ -28,10 +28,10 @@ NOT_SGLANG = {
     "sgl_fp8rl/integrations/trl.py": r"(self\._)?trainer\..*|kept\[name\]\.append",
     "sgl_fp8rl/integrations/verl/": r"(object\.__setattr__\()?config\b.*|output\..*|fields\[.*",
     # torch's, and modules of transformers
-    "trainer_bridge/engine_norms.py": r"norm\.__class__",
-    "trainer_bridge/fp8_attention.py": r"ctx\.scale|setattr\(module, .*FAKE_QUANTIZED, kv\)",
-    "trainer_bridge/fp8_layers.py": r"(ctx|module)\..*|super\(\)\.__setattr__\(name, value\)",
-    "trainer_bridge/fp8_weights.py": r"local\.fsdp_.*|out\.codes",
+    "trainer_bridge/fp8/engine_norms.py": r"norm\.__class__",
+    "trainer_bridge/kv/fp8_attention.py": r"ctx\.scale|setattr\(module, .*FAKE_QUANTIZED, kv\)",
+    "trainer_bridge/fp8/fp8_layers.py": r"(ctx|module)\..*|super\(\)\.__setattr__\(name, value\)",
+    "trainer_bridge/fp8/fp8_weights.py": r"local\.fsdp_.*|out\.codes",
     # the import system's
     "sgl_fp8rl/after_import.py": r"spec\.loader\.exec_module",
 }

@@ -79,7 +79,7 @@ MAY_NAME_VARIABLES = {
     "sgl_fp8rl/options.py": "reads and sets them",
     "server_args/args.py": "makes options of them",
     "sgl_fp8rl/engine/plugin.py": "has what a command line leaves out filled in",
-    "trainer_bridge/engine_client.py": "reads a trainer's only one, the key",
+    "trainer_bridge/engines/engine_client.py": "reads a trainer's only one, the key",
     "sgl_fp8rl/doctor/installation.py": "says which of them no option reads",
     "sgl_fp8rl/engine/internal_requests.py": "names SGLang's warm-up, not a variable",
 }

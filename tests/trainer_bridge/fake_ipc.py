@@ -28,9 +28,11 @@ from tests.sgl_fp8rl.weight_update.fake_gpu import (
     span_of,
 )
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
-from trainer_bridge import placed_shards, sender, shard_codes, transaction
+from trainer_bridge.session import transaction
+from trainer_bridge.shards import placed_shards, shard_codes
 from trainer_bridge.transport import bucket, cuda_ipc
 from trainer_bridge.transport.cuda_ipc import DeviceBucket
+from trainer_bridge.ways import sender
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 _IDS = struct.Struct("=QQQ40x")

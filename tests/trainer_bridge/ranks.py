@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer_bridge import connections
+from trainer_bridge.session import connections
 
 JOIN_S = 150.0
 """Seconds that a job may take, on a busy machine and with the imports of its processes."""

@@ -12,7 +12,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_engine_client import Server
 from tests.trainer_bridge.test_update import holds
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 
 @contextmanager

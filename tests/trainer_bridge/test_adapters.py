@@ -20,9 +20,9 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.trainer_bridge import moe_models, ranks
 from tests.trainer_bridge.test_fsdp import WORLD, failure, plain_engine
 from tests.trainer_bridge.test_hf_names import streamed
-from trainer_bridge import hf_names
-from trainer_bridge.sources import named_tensors
-from trainer_bridge.update import update
+from trainer_bridge.sources import hf_names
+from trainer_bridge.sources.parameters import named_tensors
+from trainer_bridge.updates.update import update
 
 ROUNDING = 1e-3
 """Of logits up to 10, and up to 200 where an embedding has an adapter: at most 5e-5 of them."""

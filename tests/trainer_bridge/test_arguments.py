@@ -16,12 +16,12 @@ import torch
 from tests.trainer_bridge.moe_models import tiny
 from tests.trainer_bridge.test_rollout import FakeEngine, Reply, serve
 from trainer_bridge import KVCalibrator, response_logprobs, rollout, worst_tokens
-from trainer_bridge.agreement import ask
 from trainer_bridge.arguments import token_ids
 from trainer_bridge.chain import ChainError, ChainPublisher, follow
-from trainer_bridge.engine_client import connect
-from trainer_bridge.participant import check_required
-from trainer_bridge.sampling import check_sampling, read_sampling
+from trainer_bridge.engines.engine_client import connect
+from trainer_bridge.rollouts.sampling import check_sampling, read_sampling
+from trainer_bridge.session.participant import check_required
+from trainer_bridge.updates.agreement import ask
 
 ROWS = [[1, 2], [3, 4]]
 BATCHES: list[Any] = [

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, run
 from tests.trainer_bridge.test_kv_calibrator import measured
-from trainer_bridge import attention_hooks
-from trainer_bridge.kv_calibrator import KVCalibrator
+from trainer_bridge.kv import attention_hooks
+from trainer_bridge.kv.kv_calibrator import KVCalibrator
 
 pytestmark = pytest.mark.timeout(180)
 

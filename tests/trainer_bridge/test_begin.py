@@ -12,9 +12,9 @@ from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_far_engine import remote_engine
 from tests.trainer_bridge.test_transaction import serves
 from tests.trainer_bridge.test_update import engine_of
-from trainer_bridge import keep_alive, participant
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import update
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session import keep_alive, participant
+from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
 

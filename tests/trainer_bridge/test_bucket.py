@@ -11,7 +11,7 @@ from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 from tests.trainer_bridge import fake_ipc
 from tests.trainer_bridge.fake_rank import TOKEN, Answer, Rank, hang_up, refuse
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.bucket import Bucket, bucket_on
 from trainer_bridge.transport.rank_client import Content, EngineRanks, RankClients
 from trainer_bridge.transport.relay_client import RelayClient

@@ -29,7 +29,7 @@ from trainer_bridge.chain import follower as follower_module
 from trainer_bridge.chain import publisher as publisher_module
 from trainer_bridge.chain.disk import LOCK
 from trainer_bridge.chain.index import INDEX, Link, read_index, write_index
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,8 +16,8 @@ from tests.trainer_bridge.test_placed_shards import (
     GpuEngine,
     Trainer,
 )
-from trainer_bridge.placed_shards import PlacedShards, ShardRegistry
-from trainer_bridge.update import update
+from trainer_bridge.shards.placed_shards import PlacedShards, ShardRegistry
+from trainer_bridge.updates.update import update
 
 FIRST, SECOND = "attn.q.weight", "attn.k.weight"
 """Of one shape."""

@@ -15,10 +15,10 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up
 from tests.trainer_bridge.test_update import engine_of, holds
-from trainer_bridge import connections as connection_module
-from trainer_bridge.connections import connection_to
+from trainer_bridge.session import connections as connection_module
+from trainer_bridge.session.connections import connection_to
 from trainer_bridge.transport.rank_client import RankClients
-from trainer_bridge.update import update
+from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
 

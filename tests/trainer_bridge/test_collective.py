@@ -25,11 +25,12 @@ from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import toy_model, toy_trainer
 from tests.trainer_bridge.test_update import holds
-from trainer_bridge import collective, sources
-from trainer_bridge.collective import Leader, check_ranks, ranks_of
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.sources import named_tensors
-from trainer_bridge.update import RUN, update
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.ranks import collective
+from trainer_bridge.ranks.collective import Leader, check_ranks, ranks_of
+from trainer_bridge.sources import parameters
+from trainer_bridge.sources.parameters import named_tensors
+from trainer_bridge.updates.update import RUN, update
 
 WORLD = 4
 BUCKET_BYTES = 1 << 18
@@ -188,7 +189,7 @@ def one_rank_cannot_list_its_tensors(rank: int) -> None:
     for at in (0, 2):
         with pytest.MonkeyPatch.context() as patch:
             if rank == at:
-                patch.setattr(sources, "named_tensors", refuse)
+                patch.setattr(parameters, "named_tensors", refuse)
             with pytest.raises(ManifestError, match="NaN in a shard"):
                 update(model, engine, version=0)
     assert engine is None or engine.ops == []

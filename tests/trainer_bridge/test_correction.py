@@ -24,7 +24,7 @@ from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprob
 from trainer_bridge.correction import config as config_module
 from trainer_bridge.correction.config import LEVELS, REJECTIONS
 from trainer_bridge.metrics import mismatch as mismatch_module
-from trainer_bridge.rollout import Rollout
+from trainer_bridge.rollouts.rollout import Rollout
 
 REL = 1e-13  # float64 sums in another order; healthy below 1e-14
 FLOAT32_REL = 2e-7  # float32 weights, over a float32 mean: three roundings of 2^-24

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trainer_bridge import Correction, correct, mismatch_metrics, policy_loss, worst_tokens
 from trainer_bridge.correction import PRESETS, correct_logprobs
-from trainer_bridge.rollout import Rollout
+from trainer_bridge.rollouts.rollout import Rollout
 
 Shape = tuple[int, ...]
 WHOLE = (4, 6)

@@ -11,7 +11,7 @@ import torch
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.correction_oracle import mask_of, pad
 from trainer_bridge.correction import CorrectionConfig, correct_logprobs
-from trainer_bridge.rollout import PAD_VERSION
+from trainer_bridge.rollouts.rollout import PAD_VERSION
 
 REL = 1e-13  # float64 sums in another order; healthy below 1e-15
 COLLECTIVE_TIMEOUT_S = 30.0

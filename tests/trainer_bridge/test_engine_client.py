@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
-from trainer_bridge import http_requests
-from trainer_bridge.engine_client import EngineError, HTTPEngine, InProcessEngine, connect
+from trainer_bridge.engines import http_requests
+from trainer_bridge.engines.engine_client import EngineError, HTTPEngine, InProcessEngine, connect
 
 
 class Server:

@@ -10,15 +10,15 @@ import torch
 
 from sgl_fp8rl.protocol.policy import Policy
 from tests.trainer_bridge.test_sender import BUCKET_BYTES, GPU, layout
-from trainer_bridge import connections
-from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.engine_connection import EngineConnection
-from trainer_bridge.layout import gpu_of
-from trainer_bridge.participant import participants_of
-from trainer_bridge.sender import Sender
-from trainer_bridge.sources import Named
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session import connections
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.engine_connection import EngineConnection
+from trainer_bridge.session.participant import participants_of
+from trainer_bridge.sources.parameters import Named
+from trainer_bridge.transfer.layout import gpu_of
 from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -21,13 +21,14 @@ from sgl_fp8rl.weight_update.relay_door import MOST_STRANGERS
 from sgl_fp8rl.weight_update.session import Session
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
-from trainer_bridge import packer, participant, transaction
-from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.sources import Source
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session import participant, transaction
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.sources.parameters import Source
+from trainer_bridge.transfer import packer
 from trainer_bridge.transport import rank_client
 from trainer_bridge.transport.relay_client import RelayClient
-from trainer_bridge.update import update
+from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,13 +16,13 @@ from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update.fake_gpu import FakeDeviceMemory
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
-from trainer_bridge import transaction
-from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.image_changes import ImageChanges
-from trainer_bridge.packer import QuantizePacker
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session import transaction
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.transfer.image_changes import ImageChanges
+from trainer_bridge.transfer.packer import QuantizePacker
 from trainer_bridge.transport import cuda_ipc
-from trainer_bridge.update import update
+from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
 

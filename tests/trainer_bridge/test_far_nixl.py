@@ -14,8 +14,8 @@ from tests.fuzz.relay import BUCKET, CHUNK, threadless
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, hang_up, holds, remote_engine
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import update
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(240)
 

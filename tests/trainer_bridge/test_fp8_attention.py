@@ -14,8 +14,8 @@ from sgl_fp8rl.ops.kv_int8 import rotate_queries, store_kv_int8
 from sgl_fp8rl.ops.paged_decode import Codes, Pages, attend
 from tests import oracle
 from tests.trainer_bridge.test_attention_hooks import ATTENTIONS, LAYERS, padded, seen, tiny, tokens
-from trainer_bridge import attention_hooks
-from trainer_bridge.fp8_attention import FakeQuantizedE4M3, FakeQuantizedINT8, fake_quantize_kv
+from trainer_bridge.kv import attention_hooks
+from trainer_bridge.kv.fp8_attention import FakeQuantizedE4M3, FakeQuantizedINT8, fake_quantize_kv
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

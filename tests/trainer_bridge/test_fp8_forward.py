@@ -18,13 +18,14 @@ from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weig
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests import oracle
 from tests.trainer_bridge import moe_models
-from trainer_bridge import fp8_forward, fp8_weights
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.engine_norms import convert_norms
-from trainer_bridge.fp8_attention import fake_quantize_kv
-from trainer_bridge.fp8_forward import FP8Forward, convert_layers
-from trainer_bridge.fp8_layers import FP8Linear, convert
-from trainer_bridge.sources import named_tensors, sources
+from trainer_bridge import fp8_forward
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.fp8 import fp8_weights
+from trainer_bridge.fp8.engine_norms import convert_norms
+from trainer_bridge.fp8.fp8_forward import FP8Forward, convert_layers
+from trainer_bridge.fp8.fp8_layers import FP8Linear, convert
+from trainer_bridge.kv.fp8_attention import fake_quantize_kv
+from trainer_bridge.sources.parameters import named_tensors, sources
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

@@ -26,10 +26,10 @@ from tests.trainer_bridge.test_fp8_forward import (
     tiny,
 )
 from trainer_bridge import fp8_forward
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fp8_forward import convert_layers
-from trainer_bridge.fp8_layers import convert
-from trainer_bridge.fp8_weights import GatheredCodes
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.fp8.fp8_forward import convert_layers
+from trainer_bridge.fp8.fp8_layers import convert
+from trainer_bridge.fp8.fp8_weights import GatheredCodes
 
 Tensor = torch.Tensor
 WORLD = 2

@@ -20,11 +20,11 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
-from trainer_bridge import tied_head
-from trainer_bridge.collective import ranks_of
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.sources import named_tensors, sources
-from trainer_bridge.update import UpdateResult, update
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.ranks.collective import ranks_of
+from trainer_bridge.sources import tied_head
+from trainer_bridge.sources.parameters import named_tensors, sources
+from trainer_bridge.updates.update import UpdateResult, update
 
 WORLD = 2
 COLLECTIVE_TIMEOUT_S = 30

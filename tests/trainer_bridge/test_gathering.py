@@ -15,9 +15,9 @@ from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
-from trainer_bridge.packer import HostPacker
-from trainer_bridge.sources import Source
-from trainer_bridge.update import update
+from trainer_bridge.sources.parameters import Source
+from trainer_bridge.transfer.packer import HostPacker
+from trainer_bridge.updates.update import update
 
 WORLD = 4
 COLLECTIVE_TIMEOUT_S = 30

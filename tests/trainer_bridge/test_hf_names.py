@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.engine import models, vision_models
-from trainer_bridge import hf_names
-from trainer_bridge.sources import NamedTensors, Source, named_tensors, sources
+from trainer_bridge.sources import hf_names
+from trainer_bridge.sources.parameters import NamedTensors, Source, named_tensors, sources
 
 
 def test_model_type_of_a_plain_module_is_empty() -> None:

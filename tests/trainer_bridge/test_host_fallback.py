@@ -19,14 +19,14 @@ from tests.sgl_fp8rl.protocol.test_cuda_memory import GPU, FakeDriver
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_update import holds
-from trainer_bridge import sender as sender_module
-from trainer_bridge import transaction
-from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.layout import comparable
-from trainer_bridge.sender import Sender
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session import transaction
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.transfer.layout import comparable
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, placement_of
-from trainer_bridge.update import update
+from trainer_bridge.updates.update import update
+from trainer_bridge.ways import sender as sender_module
+from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,13 +42,13 @@ class GpuEngine(FakeEngine):
         super().__init__([toy.engine(toy.toy(rank, TP), toy.SHAPES) for rank in range(TP)])
         for weights in self.ranks:
             weights.memory = SharedMemory(torch.device("cuda", 0))
-        self.ended: list[list[State]] = []
+        self.states_at_end: list[list[State]] = []
         """States of the ranks at the end of each session."""
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = super().control(message)
         if message["op"] == "end":
-            self.ended.append([weights.state for weights in self.ranks])
+            self.states_at_end.append([weights.state for weights in self.ranks])
         return {**reply, "gpus": [GPU] * TP} if message["op"] == "layout" else reply
 
 
@@ -93,7 +93,7 @@ def assert_updates_through_host_memory(engine: GpuEngine, caplog: pytest.LogCapt
             tensors = toy.checkpoint(version + 1)
     sentences = [r.message for r in caplog.records if r.name.startswith("trainer_bridge")]
     assert len(sentences) == 1 and "host memory" in sentences[0]
-    assert {state for states in engine.ended for state in states} == {State.SERVING}
+    assert {state for states in engine.states_at_end for state in states} == {State.SERVING}
     assert [type(weights.memory.bucket) for weights in engine.ranks] == [Bucket] * TP
 
 
@@ -103,7 +103,7 @@ def test_a_bucket_that_no_rank_can_open(
     engine = GpuEngine()
     driver.refuse[OPEN] = NO_PEER_ACCESS
     assert_updates_through_host_memory(engine, caplog)
-    assert len(engine.ended) == 4
+    assert len(engine.states_at_end) == 4
     assert driver.calls.count(OPEN) == TP
 
 
@@ -127,9 +127,9 @@ def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     result = update(tensors, engine, version=0)
     assert (result.mapped_bytes, holds(engine, tensors)) == (0, True)
     assert driver.calls.count("cuIpcCloseMemHandle") == 1
-    assert engine.ended == [[State.SERVING] * TP] * 2
+    assert engine.states_at_end == [[State.SERVING] * TP] * 2
     update(toy.checkpoint(1), engine, version=1)
-    assert len(engine.ended) == 3
+    assert len(engine.states_at_end) == 3
 
 
 def test_memory_that_the_trainer_cannot_export(
@@ -139,7 +139,7 @@ def test_memory_that_the_trainer_cannot_export(
     engine = GpuEngine()
     driver.refuse["cuIpcGetMemHandle"] = 801  # CUDA_ERROR_NOT_SUPPORTED
     assert_updates_through_host_memory(engine, caplog)
-    assert len(engine.ended) == 3
+    assert len(engine.states_at_end) == 3
     assert OPEN not in driver.calls
 
 
@@ -154,7 +154,7 @@ def test_host_memory_that_cannot_be_opened_either(
     engine = GpuEngine()
     with pytest.raises(EngineError, match="no host memory either"):
         update(toy.checkpoint(), engine, version=0)
-    assert engine.ended == [[State.SERVING] * TP] * 2
+    assert engine.states_at_end == [[State.SERVING] * TP] * 2
     assert [weights.memory.known() for weights in engine.ranks] == [[], []]
 
 

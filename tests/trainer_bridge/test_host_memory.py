@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
 

@@ -23,8 +23,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from trainer_bridge import http_requests
-from trainer_bridge.http_requests import Answer, Fault, post_all
+from trainer_bridge.engines import http_requests
+from trainer_bridge.engines.http_requests import Answer, Fault, post_all
 
 Peers = list[tuple[socket.socket, Any]]
 """Connections, and what was sent on each."""

@@ -14,8 +14,8 @@ from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_update import SMALL, engine_of
 from trainer_bridge import update
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.participant import Participant
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.participant import Participant
 from trainer_bridge.transport.rank_client import RankClients
 
 pytestmark = pytest.mark.timeout(120)

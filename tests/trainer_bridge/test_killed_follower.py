@@ -22,11 +22,13 @@ from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_gathering import distributed
 from tests.trainer_bridge.test_placed_shards import GpuEngine, Trainer
 from tests.trainer_bridge.test_update import SMALL, engine_of
-from trainer_bridge import collective, update, weights
-from trainer_bridge.codes_memory import CodesMemory
-from trainer_bridge.collective import Leader
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.sources import Source
+from trainer_bridge import update
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.ranks import collective
+from trainer_bridge.ranks.collective import Leader
+from trainer_bridge.shards.codes_memory import CodesMemory
+from trainer_bridge.sources.parameters import Source
+from trainer_bridge.updates import weights
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -134,7 +136,7 @@ def killed_beside_its_shards(rank: int, folder: Path, engines: list[str], die: D
         for version in range(3):
             update(trainer.become(toy.checkpoint(version)), engines, version=version)
         # the package's ``update`` is the function
-        patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", PRESENCE_S)
+        patch.setattr(import_module("trainer_bridge.updates.update"), "PRESENCE_S", PRESENCE_S)
         patch.setattr(weights, "CODES_S", PRESENCE_S)
         if rank == 1:
             die(patch)

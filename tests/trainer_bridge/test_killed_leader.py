@@ -20,11 +20,13 @@ from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_gathering import distributed
 from tests.trainer_bridge.test_update import SMALL, engine_of
-from trainer_bridge import collective, transaction, update
-from trainer_bridge.participant import Participant
-from trainer_bridge.transaction import Transaction
+from trainer_bridge import update
+from trainer_bridge.ranks import collective
+from trainer_bridge.session import transaction
+from trainer_bridge.session.participant import Participant
+from trainer_bridge.session.transaction import Transaction
+from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.transport.rank_client import RankClients
-from trainer_bridge.update_session import UpdateSession
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, run
-from trainer_bridge.kv_calibrator import KVCalibrator
+from trainer_bridge.kv.kv_calibrator import KVCalibrator
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,9 +16,9 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from tests.trainer_bridge.test_fsdp import failure, run
-from trainer_bridge.connections import connection_to
-from trainer_bridge.kv_calibrator import KVCalibrator
-from trainer_bridge.update import update
+from trainer_bridge.kv.kv_calibrator import KVCalibrator
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from tests.trainer_bridge.moe_models import VOCAB, tiny
-from trainer_bridge import logprobs, response_logprobs
+from trainer_bridge import response_logprobs
+from trainer_bridge.rollouts import logprobs
 
 PROMPTS = [[51, 43, 53, 61], [50], [7, 8], [9]]
 RESPONSES = [[56, 10], [52, 44, 53, 10, 3], [], [4]]

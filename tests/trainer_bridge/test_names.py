@@ -12,9 +12,9 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
-from trainer_bridge import tied_head
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import update
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.sources import tied_head
+from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
 

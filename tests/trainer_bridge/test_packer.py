@@ -21,10 +21,10 @@ from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
 from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks, quantize_weight
 from sgl_fp8rl.ops.weight_quant_triton import Bases
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.packer import QuantizePacker
-from trainer_bridge.sources import Named, sources
-from trainer_bridge.transfer_plan import TransferPlan, is_aligned
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.sources.parameters import Named, sources
+from trainer_bridge.transfer.packer import QuantizePacker
+from trainer_bridge.transfer.transfer_plan import TransferPlan, is_aligned
 
 BF16 = torch.bfloat16
 

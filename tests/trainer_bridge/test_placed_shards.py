@@ -28,13 +28,13 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update.fake_gpu import span_of
 from tests.trainer_bridge import fake_ipc, ranks
-from trainer_bridge import placed_shards
-from trainer_bridge.collective import Leader
-from trainer_bridge.connections import connection_to
-from trainer_bridge.placed_shards import PlacedShards, ShardRegistry, Shards
-from trainer_bridge.sources import Named
+from trainer_bridge.ranks.collective import Leader
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.shards import placed_shards
+from trainer_bridge.shards.placed_shards import PlacedShards, ShardRegistry, Shards
+from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transport.cuda_ipc import Placement
-from trainer_bridge.update import UpdateResult, update
+from trainer_bridge.updates.update import UpdateResult, update
 
 WORLD, TP = 2, 2
 COLLECTIVE_TIMEOUT_S = 30
@@ -386,7 +386,7 @@ def while_a_rank_leaves(rank: int, folder: Path) -> None:
 
         with pytest.MonkeyPatch.context() as now:
             # the package's ``update`` is the function
-            now.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", 3.0)
+            now.setattr(import_module("trainer_bridge.updates.update"), "PRESENCE_S", 3.0)
             if rank == 0:
                 with pytest.raises(TimeoutError, match="another rank did not call it"):
                     update(trainer.become(toy.checkpoint(2)), engine, version=2)

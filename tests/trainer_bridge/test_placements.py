@@ -21,8 +21,8 @@ from tests.trainer_bridge import fake_ipc, ranks
 from tests.trainer_bridge.test_gathering import Engine
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, mapped_bytes
 from tests.trainer_bridge.test_shard_codes import Elsewhere
-from trainer_bridge.shard_ranges import assign, held_here
-from trainer_bridge.update import update
+from trainer_bridge.shards.shard_ranges import assign, held_here
+from trainer_bridge.updates.update import update
 
 WORLD = 4
 COLLECTIVE_TIMEOUT_S = 30

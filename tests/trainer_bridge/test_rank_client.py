@@ -16,7 +16,7 @@ import torch
 
 from sgl_fp8rl.protocol import framing
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up, refuse
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.rank_client import Content, RankClients
 from trainer_bridge.transport.relay_client import RelayClient
 

@@ -10,16 +10,16 @@ from sgl_fp8rl.protocol.cuda_memory import Handle
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge import shared_sending
-from trainer_bridge.agreement import PolicyRequest
 from trainer_bridge.chain.disk import ChainError
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.part_sender import Relay, Sent
-from trainer_bridge.placed_shards import CodesWanted, PlacedShards
-from trainer_bridge.rank_values import pack, unpack
-from trainer_bridge.transaction import Begun, MissedCommitError
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.ranks.rank_values import pack, unpack
+from trainer_bridge.session.part_sender import Relay, Sent
+from trainer_bridge.session.transaction import Begun, MissedCommitError
+from trainer_bridge.shards.placed_shards import CodesWanted, PlacedShards
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
+from trainer_bridge.updates import shared_sending
+from trainer_bridge.updates.agreement import PolicyRequest
 
 POLICY = Policy("run", 3)
 PLACEMENT = Placement((1,), (2,), (Handle("ab", 8, "GPU-1"),), ((0, 4),), "seed")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineError, connect
+from trainer_bridge.engines.engine_client import CONTROL_TIMEOUT_S, EngineError, connect
 from trainer_bridge.transport.ray_actor import RayEngine
 
 

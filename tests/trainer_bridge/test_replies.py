@@ -11,10 +11,10 @@ import pytest
 
 from sgl_fp8rl.protocol.policy import Policy
 from tests.trainer_bridge.test_rollout import FakeEngine, FakeMoE, Reply
-from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.replies import read_reply
-from trainer_bridge.rollout import rollout
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.rollouts.replies import read_reply
+from trainer_bridge.rollouts.rollout import rollout
+from trainer_bridge.session.connections import connection_to
 
 PROMPTS = [[5], [6], [7]]
 BROKEN = 1

@@ -8,9 +8,9 @@ import torch
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import fake_ipc
 from tests.trainer_bridge.test_placed_shards import GpuEngine
-from trainer_bridge import sender
-from trainer_bridge.packer import QuantizePacker
-from trainer_bridge.update import update
+from trainer_bridge.transfer.packer import QuantizePacker
+from trainer_bridge.updates.update import update
+from trainer_bridge.ways import sender
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.connections import close, connection_to
 from trainer_bridge.correction import correct
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.logprobs import response_logprobs
-from trainer_bridge.rollout import PAD_VERSION, Rollout, rollout
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.rollouts.logprobs import response_logprobs
+from trainer_bridge.rollouts.rollout import PAD_VERSION, Rollout, rollout
+from trainer_bridge.session.connections import close, connection_to
 
 Reply = dict[str, Any]
 PROMPTS = [[5, 6], [7]]
@@ -627,7 +627,7 @@ def test_over_http_512_prompts_of_which_one_fails() -> None:
 @pytest.mark.timeout(60)
 def test_over_http_a_rollout_lasts_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit on opening a connection does not bound the reply."""
-    monkeypatch.setattr("trainer_bridge.http_requests.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("trainer_bridge.engines.http_requests.CONNECT_TIMEOUT_S", 1.0)
     engine = FakeEngine()
 
     def answer(request: Reply) -> tuple[int, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_bridge.routed_experts import ExpertLayout, routing_disagreement
+from trainer_bridge.rollouts.routed_experts import ExpertLayout, routing_disagreement
 
 LAYOUT = {"decoder_layers": 3, "layers": [1, 2], "experts": 4, "top_k": 2}
 """Layer 0 is dense."""

@@ -19,7 +19,7 @@ from tests.trainer_bridge.moe_models import (
     tiny,
 )
 from tests.trainer_bridge.test_fsdp import run
-from trainer_bridge.routed_experts import routing_disagreement
+from trainer_bridge.rollouts.routed_experts import routing_disagreement
 from trainer_bridge.router_replay import record_routing, replay_routing
 from trainer_bridge.router_replay.token_map import TokenMap
 

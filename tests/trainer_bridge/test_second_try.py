@@ -15,11 +15,11 @@ from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_fsdp import failure, run, toy_trainer
 from tests.trainer_bridge.test_transaction import Dead, dead_engine, serves, states
 from tests.trainer_bridge.test_update import Cut, engine_of
-from trainer_bridge import weights
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import update
-from trainer_bridge.weights import WholeModel
-from trainer_bridge.weights_digest import weights_digest
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.sources.weights_digest import weights_digest
+from trainer_bridge.updates import weights
+from trainer_bridge.updates.update import update
+from trainer_bridge.updates.weights import WholeModel
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,17 +17,17 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
-from trainer_bridge import in_place
-from trainer_bridge import layout as layout_module
-from trainer_bridge import packer as packer_module
-from trainer_bridge import sender as sender_module
-from trainer_bridge.packer import HostPacker
-from trainer_bridge.sender import Sender
-from trainer_bridge.sources import Named, sources
-from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.sources.parameters import Named, sources
+from trainer_bridge.transfer import layout as layout_module
+from trainer_bridge.transfer import packer as packer_module
+from trainer_bridge.transfer.packer import HostPacker
+from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.ways import in_place
+from trainer_bridge.ways import sender as sender_module
+from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -23,16 +23,17 @@ from tests.trainer_bridge import fake_ipc, ranks
 from tests.trainer_bridge.test_close import looping
 from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, Trainer, mapped_bytes
-from trainer_bridge import close, placed_shards, shard_codes
-from trainer_bridge.code_pieces import codes_wanted, pieces_of_codes
-from trainer_bridge.codes_memory import CodesMemory
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.layout import sources_for
-from trainer_bridge.placed_shards import CodesWanted, PlacedShards, Shards
-from trainer_bridge.shard_codes import ShardCodes
-from trainer_bridge.sources import Named
+from trainer_bridge import close
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.shards import placed_shards, shard_codes
+from trainer_bridge.shards.code_pieces import codes_wanted, pieces_of_codes
+from trainer_bridge.shards.codes_memory import CodesMemory
+from trainer_bridge.shards.placed_shards import CodesWanted, PlacedShards, Shards
+from trainer_bridge.shards.shard_codes import ShardCodes
+from trainer_bridge.sources.parameters import Named
+from trainer_bridge.transfer.layout import sources_for
 from trainer_bridge.transport.cuda_ipc import Placement
-from trainer_bridge.update import UpdateResult, update
+from trainer_bridge.updates.update import UpdateResult, update
 
 Tensor = torch.Tensor
 WORLD = 2

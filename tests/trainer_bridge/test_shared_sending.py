@@ -36,15 +36,17 @@ from tests.trainer_bridge.test_far_engine import (
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
 from tests.trainer_bridge.test_killed_follower import AFTER, Watched
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
-from trainer_bridge import keep_alive, layout, part_sender, update
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.packer import HostPacker
-from trainer_bridge.part_sender import PartSender, Relay, Sent
-from trainer_bridge.shared_sending import is_on_all
-from trainer_bridge.sources import sources
-from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge import update
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session import keep_alive, part_sender
+from trainer_bridge.session.part_sender import PartSender, Relay, Sent
+from trainer_bridge.sources.parameters import sources
+from trainer_bridge.transfer import layout
+from trainer_bridge.transfer.packer import HostPacker
+from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.transport import cuda_ipc
 from trainer_bridge.transport.relay_client import RelayClient
+from trainer_bridge.updates.shared_sending import is_on_all
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -22,10 +22,10 @@ from tests.trainer_bridge.served import left
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, remote_engine, step
 from tests.trainer_bridge.test_transaction import states
 from tests.trainer_bridge.test_update import engine_of, holds
-from trainer_bridge import participant
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session import participant
 from trainer_bridge.transport.relay_client import RelayClient
-from trainer_bridge.update import UpdateResult, update
+from trainer_bridge.updates.update import UpdateResult, update
 
 pytestmark = pytest.mark.timeout(120)
 

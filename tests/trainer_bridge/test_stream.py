@@ -16,12 +16,12 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_transaction import Dead
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
-from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.filler import Filler
-from trainer_bridge.packer import HostPacker
-from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.update import update
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.transfer.filler import Filler
+from trainer_bridge.transfer.packer import HostPacker
+from trainer_bridge.transfer.transfer_plan import TransferPlan
+from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
 

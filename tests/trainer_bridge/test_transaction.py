@@ -20,14 +20,14 @@ from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of, holds
-from trainer_bridge import participant, transaction
-from trainer_bridge.connections import close, connection_to
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.serving_engines import serving_engines
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.rollouts.serving_engines import serving_engines
+from trainer_bridge.session import participant, transaction
+from trainer_bridge.session.connections import close, connection_to
+from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import EngineRanks
-from trainer_bridge.update import RUN, update
-from trainer_bridge.update_session import UpdateSession
+from trainer_bridge.updates.update import RUN, update
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,9 +12,9 @@ from hypothesis import given, reject
 
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge.packer import HostPacker
-from trainer_bridge.sources import Named, Source, sources
-from trainer_bridge.transfer_plan import TransferPlan, can_be_mapped
+from trainer_bridge.sources.parameters import Named, Source, sources
+from trainer_bridge.transfer.packer import HostPacker
+from trainer_bridge.transfer.transfer_plan import TransferPlan, can_be_mapped
 from trainer_bridge.transport.bucket import HostBucket
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

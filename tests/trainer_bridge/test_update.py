@@ -21,16 +21,16 @@ from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
-from trainer_bridge import sender as sender_module
-from trainer_bridge import weights as weights_module
 from trainer_bridge.clock import Clock
-from trainer_bridge.collective import Leader
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.sources import sources
-from trainer_bridge.transaction import Begun
-from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.ranks.collective import Leader
+from trainer_bridge.session.transaction import Begun
+from trainer_bridge.sources.parameters import sources
+from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.transport.bucket import HostBucket
-from trainer_bridge.update import RUN, update
+from trainer_bridge.updates import weights as weights_module
+from trainer_bridge.updates.update import RUN, update
+from trainer_bridge.ways import sender as sender_module
 
 pytestmark = pytest.mark.timeout(120)
 

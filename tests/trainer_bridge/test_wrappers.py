@@ -22,12 +22,12 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import moe_models, ranks
 from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, plain_engine
 from tests.trainer_bridge.test_hf_names import saved, streamed
-from trainer_bridge import hf_names, wrappers
-from trainer_bridge.fp8_forward import convert_layers
-from trainer_bridge.kv_calibrator import KVCalibrator
+from trainer_bridge.fp8.fp8_forward import convert_layers
+from trainer_bridge.kv.kv_calibrator import KVCalibrator
 from trainer_bridge.router_replay import record_routing
-from trainer_bridge.sources import named_tensors
-from trainer_bridge.update import update
+from trainer_bridge.sources import hf_names, wrappers
+from trainer_bridge.sources.parameters import named_tensors
+from trainer_bridge.updates.update import update
 
 TIMEOUT_S = 60
 """A rank that is left waiting fails after this."""

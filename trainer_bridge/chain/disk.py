@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer_bridge.rank_values import exchanged
+from trainer_bridge.ranks.rank_values import exchanged
 
 LOCK = ".lock"
 

@@ -16,9 +16,9 @@ from trainer_bridge.chain.disk import ChainError, brief
 from trainer_bridge.chain.files import Tensors, as_bytes
 from trainer_bridge.chain.index import Index, Link, read_index
 from trainer_bridge.chain.version_writer import DELTA
-from trainer_bridge.connections import connection_to
-from trainer_bridge.serving_engines import check_status
-from trainer_bridge.update import UpdateResult, update
+from trainer_bridge.rollouts.serving_engines import check_status
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.updates.update import UpdateResult, update
 
 logger = logging.getLogger(__name__)
 

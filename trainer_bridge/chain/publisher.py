@@ -11,21 +11,21 @@ import torch.distributed as dist
 from torch import nn
 
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge import hf_names
-from trainer_bridge.agreement import PolicyRequest, agree, ask
 from trainer_bridge.arguments import as_python
 from trainer_bridge.chain import files
 from trainer_bridge.chain.disk import ChainError, delete_all_but, lock
 from trainer_bridge.chain.files import Tensors
 from trainer_bridge.chain.index import Index, Link, read_index, write_index
 from trainer_bridge.chain.version_writer import VersionWriter
-from trainer_bridge.collective import Leader, check_ranks, ranks_of
-from trainer_bridge.connections import connection_to
-from trainer_bridge.layout import check_kv_scales, sources_for
-from trainer_bridge.sources import Named, NamedTensors, check_readable, listed
-from trainer_bridge.tied_head import check_head, on_all_ranks, repeats_here
-from trainer_bridge.update import RUN
-from trainer_bridge.wrappers import group_of
+from trainer_bridge.ranks.collective import Leader, check_ranks, ranks_of
+from trainer_bridge.session.connections import connection_to
+from trainer_bridge.sources import hf_names
+from trainer_bridge.sources.parameters import Named, NamedTensors, check_readable, listed
+from trainer_bridge.sources.tied_head import check_head, on_all_ranks, repeats_here
+from trainer_bridge.sources.wrappers import group_of
+from trainer_bridge.transfer.layout import check_kv_scales, sources_for
+from trainer_bridge.updates.agreement import PolicyRequest, agree, ask
+from trainer_bridge.updates.update import RUN
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
 from trainer_bridge.metrics.batch_inputs import check_tensors, check_values, checked_groups
 from trainer_bridge.metrics.batch_metrics import read_mismatch
 from trainer_bridge.metrics.reducer import Reducer
-from trainer_bridge.rollout import Rollout
+from trainer_bridge.rollouts.rollout import Rollout
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer_bridge.serving_engines import KV_CLIPPED
+from trainer_bridge.rollouts.serving_engines import KV_CLIPPED
 
 logger = logging.getLogger(__name__)
 

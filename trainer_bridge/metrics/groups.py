@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trainer_bridge.metrics.histogram import BINS
 from trainer_bridge.metrics.mismatch import ones_where, row_blocks
 from trainer_bridge.metrics.reducer import Reducer
-from trainer_bridge.rollout import PAD_VERSION
+from trainer_bridge.rollouts.rollout import PAD_VERSION
 
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
 """Where the groups of positions start, in tokens of the response."""

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from sgl_fp8rl.protocol.host_memory import HostMemory
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, StagingBucket
 from trainer_bridge.transport.rank_client import Ranks
 

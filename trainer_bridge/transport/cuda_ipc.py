@@ -23,8 +23,8 @@ from sgl_fp8rl.protocol.cuda_memory import (
     exportable,
     still_there,
 )
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.rank_values import exchanged
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.ranks.rank_values import exchanged
 from trainer_bridge.transport.rank_client import Ranks, UnreachableMemoryError
 
 

@@ -13,7 +13,7 @@ import torch
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.image import Change
 from sgl_fp8rl.protocol.values import are_names
-from trainer_bridge.engine_client import EngineError, sentence_of
+from trainer_bridge.engines.engine_client import EngineError, sentence_of
 
 SOCKET_TIMEOUT_S = 600.0
 """Seconds that a rank may take over one chunk."""

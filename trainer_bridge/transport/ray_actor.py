@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineError
+from trainer_bridge.engines.engine_client import CONTROL_TIMEOUT_S, EngineError
 
 __all__ = ["RayEngine"]
 

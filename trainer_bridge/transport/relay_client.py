@@ -16,7 +16,7 @@ import torch
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.nixl_memory import NixlError, Writer, writer_to
 from sgl_fp8rl.protocol.values import are_names, excerpt
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.rank_client import (
     Content,
     EngineRanks,

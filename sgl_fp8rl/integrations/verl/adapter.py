@@ -10,7 +10,7 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 import trainer_bridge
 from sgl_fp8rl.integrations.updates import Pair, asynchronous, in_thread, next_version
 from sgl_fp8rl.integrations.verl.rollout_config import is_ours
-from trainer_bridge import hf_names
+from trainer_bridge.sources import hf_names
 from trainer_bridge.transport.ray_actor import RayEngine
 
 logger = logging.getLogger(__name__)

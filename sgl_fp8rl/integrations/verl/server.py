@@ -18,7 +18,7 @@ from sgl_fp8rl.engine.scheduler_rpc import ControlError
 from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over
 from sgl_fp8rl.kv_cache.backends import check_dtype
 from sgl_fp8rl.options import current_options
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 VERSIONS = "policy_versions"
 """Where ``TokenOutput.extra_fields`` carries the policy version of each token."""

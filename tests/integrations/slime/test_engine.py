@@ -16,7 +16,7 @@ from tests.engine.serving import assert_serves
 from tests.engine.test_updates import sha256
 from tests.integrations.slime import frameworks
 from tests.trainer_bridge import ranks
-from trainer_bridge.engine_client import connect
+from trainer_bridge.engines.engine_client import connect
 
 try:
     import mbridge  # noqa: F401

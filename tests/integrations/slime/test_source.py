@@ -23,7 +23,7 @@ from tests.engine.harness import FORKED, Server
 from tests.engine.test_updates import sha256
 from tests.integrations.slime import frameworks
 from tests.trainer_bridge import ranks
-from trainer_bridge.engine_client import connect
+from trainer_bridge.engines.engine_client import connect
 
 pytest.importorskip("slime.backends")
 pytest.importorskip("mbridge")

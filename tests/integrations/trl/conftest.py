@@ -12,7 +12,7 @@ from sgl_fp8rl.integrations import trl as adapter
 from sgl_fp8rl.protocol.policy import Policy
 from tests.integrations.trl import tiny
 from trainer_bridge import UpdateResult
-from trainer_bridge.connections import connection_to
+from trainer_bridge.session.connections import connection_to
 
 Make = Callable[..., Any]
 """Makes a trainer without an engine, of options of ``GRPOConfig``."""

@@ -11,8 +11,8 @@ from sgl_fp8rl.integrations import trl as adapter
 from tests.engine import models
 from tests.integrations.trl.conftest import FakeEngine, Make
 from tests.integrations.trl.tiny import LORA, is_merged, merged_by_hand, same, weights_of
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.sources import named_tensors
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.sources.parameters import named_tensors
 
 
 def test_merging_and_unmerging_alone_would_change_weights(make: Make) -> None:

@@ -16,7 +16,7 @@ from tests.engine.harness import ROOT
 from tests.integrations.trl import tiny
 from tests.integrations.trl.conftest import FakeEngine, Make
 from tests.integrations.trl.tiny import steps_of
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.metrics import alarms
 
 COUNTED = ("policy_version", "failed_completions", "update_seconds", "alarms")

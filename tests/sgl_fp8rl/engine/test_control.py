@@ -25,7 +25,7 @@ from sgl_fp8rl.engine import control_in_process, scheduler_rpc
 from sgl_fp8rl.engine.control import Control
 from sgl_fp8rl.engine.memory_release import release_when_idle, resume_in_turn
 from sgl_fp8rl.engine.scheduler_rpc import ControlError, SchedulerRpc
-from trainer_bridge.engine_client import CONTROL_TIMEOUT_S
+from trainer_bridge.engines.engine_client import CONTROL_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(60)
 

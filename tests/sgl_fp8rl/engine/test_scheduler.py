@@ -27,7 +27,7 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.engine import copies
 from tests.sgl_fp8rl.weight_update import toy
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
 

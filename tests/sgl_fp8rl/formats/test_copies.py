@@ -21,9 +21,9 @@ from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.weight_update import triton_writer
 from tests.sgl_fp8rl.formats.other_format import every_format, sent_format
 from tests.sgl_fp8rl.formats.test_conformance import BF16, assert_same, bits, stored, weight
-from trainer_bridge.packer import QuantizePacker
-from trainer_bridge.sources import sources
-from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.sources.parameters import sources
+from trainer_bridge.transfer.packer import QuantizePacker
+from trainer_bridge.transfer.transfer_plan import TransferPlan
 
 pytestmark = pytest.mark.usefixtures("other_format")
 
@@ -116,7 +116,7 @@ def test_a_packer_lays_out_what_is_encoded(
     packer = QuantizePacker(plan, bucket, BF16)
     found = {name: torch.zeros(spec.shape).to(spec.dtype) for name, spec in specs.items()}
     for number, chunk in enumerate(plan.chunks):
-        packer.put(0, original, 0, number)
+        packer.put(0, original, number)
         packer.complete(number)
         for piece in chunk:
             target = found[piece.name][slice(*piece.rows)]

@@ -15,7 +15,7 @@ from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.relay import Relay
 from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from tests.sgl_fp8rl.weight_update.fake_host import Exchange, FakeHost
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError
 
 TOKEN = "the session's token"
 JOIN_S = 60.0

@@ -1,0 +1,1 @@
+"""An engine, in this process or behind HTTP, and calls to several."""

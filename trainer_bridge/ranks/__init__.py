@@ -1,0 +1,1 @@
+"""What the ranks of a trainer tell each other."""

@@ -1,0 +1,118 @@
+"""What a trainer keeps of one engine between updates."""
+
+import logging
+from itertools import count
+from typing import Any
+
+from sgl_fp8rl.protocol.image import Image
+from sgl_fp8rl.protocol.place import is_reachable
+from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.states import State
+from trainer_bridge.engines.engine_client import CONTROL_TIMEOUT_S, EngineClient, EngineError
+from trainer_bridge.session.commit_decision import CommitDecision
+from trainer_bridge.transfer.layout import check_layout
+from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
+from trainer_bridge.ways.sender import Sender
+
+logger = logging.getLogger(__name__)
+_commits = count(1)
+
+
+class EngineConnection:
+    """One trainer's side of the way to one engine."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.policy: Policy | None = None
+        """What this process committed last."""
+        self.committed_at = 0
+        """Which of this process's commits that was: versions of different runs have no order."""
+        self.decided: CommitDecision | None = None
+        """What was decided on, until every engine of the update has answered."""
+        self.sender: Sender | None = None
+        """Plans and memory, perhaps shared with other engines."""
+        self.opened: tuple[str, ...] = ()
+        """Seeds of the trainer's shards and codes that the engine has open."""
+        self.image: tuple[str, Image] | None = None
+        """The last update that an engine on another host committed, and the fingerprint of its
+        manifest. It outlasts a failure: the engine says what it holds."""
+        self.image_failed = False
+        """Whether the last update that changed it failed: after a second one the next is whole."""
+        self._layout: dict[str, Any] | None = None
+        self._ranks: EngineRanks | None = None
+        self.is_remote = False
+        """Whether the engine runs on another host, or in a container of its own."""
+        self.through_host = False
+        """Whether updates go through host memory, because the engine cannot open the GPU's."""
+        self.cannot_open_shards = False
+        """Whether the engine could not open the memory of some rank of the trainer."""
+
+    def layout(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
+        """The engine's layout, asked for once.
+
+        Args:
+            timeout_s: seconds to wait for it.
+
+        Raises:
+            EngineError: the engine cannot be reached, or is of another version.
+        """
+        if self._layout is None:
+            layout = self.client.control({"op": "layout"}, timeout_s)
+            check_layout(layout)
+            self.is_remote = not is_reachable(layout["place"])
+            self._layout = layout
+        return self._layout
+
+    @property
+    def visible_gpus(self) -> set[str]:
+        """The GPUs where every rank of the engine can read shards in place."""
+        return set() if self.cannot_open_shards else set(self.layout()["visible_gpus"])
+
+    def use(self, sender: Sender | None) -> None:
+        """Go on with other plans and memory: every rank has let go of what there was."""
+        previous, self.sender = self.sender, sender
+        self.opened = () if sender is None else sender.opened
+        if sender is not None:
+            sender.join(self)
+        if previous is not None and previous is not sender:
+            previous.leave(self)
+
+    def forget(self) -> None:
+        """After a failure: the engine has let go, and another one may answer next time."""
+        self.invalidate_layout()
+        self.keep(None)
+        self.use(None)
+
+    def keep(self, ranks: EngineRanks | None) -> None:
+        """Stay connected to the ranks that committed: once this ends, they let go of the memory."""
+        previous, self._ranks = self._ranks, ranks
+        if previous is not None:
+            previous.close()
+
+    def hang_up(self) -> None:
+        """Begin to close: the engine lets go of this process's memory while others are told."""
+        if self._ranks is not None:
+            self._ranks.hang_up()
+
+    def close(self, timeout_s: float = DETACH_TIMEOUT_S) -> None:
+        """Have the engine let go of this process's memory, and free what was made for it."""
+        if self._ranks is not None:
+            self._ranks.detach(timeout_s)
+        self.image = None
+        self.forget()
+
+    def use_host_memory(self, why: EngineError) -> None:
+        """From now on: what the engine could not open once, it is not asked to open again."""
+        self.through_host = True
+        logger.warning("updates go through host memory, which is slower: %s", why)
+
+    def committed(self, policy: Policy) -> None:
+        """After an update: an engine that did not serve before it (dummy weights) knows only now
+        what it keeps in FP8 and in FP32."""
+        self.policy, self.committed_at = policy, next(_commits)
+        if self.layout()["state"] != State.SERVING.value:
+            self.invalidate_layout()
+
+    def invalidate_layout(self) -> None:
+        """Ask for the layout again: another engine may be at the address."""
+        self._layout = None

@@ -1,0 +1,239 @@
+"""One update of the engines of one layout: what is put into their bucket, and the vote."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.protocol.image import Steps
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import ManifestError, twice, wrong_names
+from sgl_fp8rl.protocol.values import excerpt
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.chunk_sender import ChunkSender
+from trainer_bridge.session.participant import Participant
+from trainer_bridge.session.session_engines import SessionEngines
+from trainer_bridge.session.session_images import SessionImages
+from trainer_bridge.sources.announcement import as_announced
+from trainer_bridge.sources.parameters import Named, check_readable
+from trainer_bridge.sources.tied_head import StreamedHead
+from trainer_bridge.transfer.filler import Filler
+from trainer_bridge.transfer.image_changes import sent_as
+from trainer_bridge.transfer.packer import QuantizePacker
+from trainer_bridge.transfer.transfer_plan import TransferPlan, is_aligned
+from trainer_bridge.transport.rank_client import Content
+from trainer_bridge.ways.sender import Sender
+
+
+def slowest_gpu(replies: list[dict[str, Any]]) -> float | None:
+    """Seconds of the slowest GPU in the ranks' replies to ``finish``; None on a CPU.
+
+    Raises:
+        EngineError: a rank reports something else.
+    """
+    seconds: list[Any] = [reply.get("gpu_seconds") for reply in replies]
+    known = [each for each in seconds if type(each) in (int, float) and 0 <= each < float("inf")]
+    if len(known) + seconds.count(None) != len(seconds):
+        raise EngineError(
+            f"a rank of the engine reports {excerpt(seconds)} as its seconds; install the same "
+            f"sgl-fp8rl on both sides"
+        )
+    return None if None in seconds else max(known, default=None)
+
+
+class UpdateSession:
+    """What the engines of one layout are sent, by one plan and from one bucket.
+
+    Args:
+        lose: called with an engine that failed; it raises where the update cannot go on without.
+    """
+
+    def __init__(
+        self,
+        members: list[Participant],
+        sender: Sender,
+        plan: TransferPlan,
+        device: torch.device | None,
+        kv_scales: torch.Tensor | None,
+        lose: Callable[[Participant, EngineError], None],
+    ) -> None:
+        self.members, self.sender, self.plan, self.device = members, sender, plan, device
+        self._kv_scales = kv_scales
+        self._engines = SessionEngines(members, lose)
+        self._images = SessionImages(plan)
+        self._chunks = ChunkSender(plan, self._engines, self._content)
+        self._filler = Filler(plan, self._send, self._chunks.await_slot)
+        self._order: list[str] = []
+        """Tensors of a stream that the engines are told of with the next chunk."""
+        self._came: dict[int, None] = {}
+        """What a stream has brought, in its order."""
+        self._passed_over: set[str] = set()
+        self._head = StreamedHead(sender.layout["tied"], getattr(torch, sender.layout["dtype"]))
+        self.network_bytes_of_others = 0
+        """Bytes of chunks that other ranks of the trainer sent to engines on other hosts."""
+
+    def open(self) -> None:
+        """Have the engines open the memory that they will read."""
+        if not self._engines.open:
+            return
+        self.sender.join(self)  # an engine that is lost meanwhile must not free what others read
+        self._images.begin(self._engines)
+        users = {self, *(member.connection for member, _ in self._engines.open)}
+        packer = self.sender.share(self._engines, self.plan, self.device, users)
+        self._filler.packer = packer
+        for member, _ in self._engines.open:
+            member.connection.use(self.sender)
+        if packer is not None:
+            packer.begin()
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes of chunks that engines on other hosts were sent."""
+        return self._engines.network_bytes + self.network_bytes_of_others
+
+    @property
+    def kv_scales(self) -> torch.Tensor | None:
+        """KV scales that are still to be put in."""
+        return self._kv_scales
+
+    @property
+    def images(self) -> tuple[str, str]:
+        """The images that changes are of, and that they make; empty where there are none."""
+        return self._images.names
+
+    def send_every(self, senders: int) -> None:
+        """From now on other ranks of the trainer send chunks, all in turn."""
+        self._chunks.senders = senders
+
+    def put_kv_scales(self) -> None:
+        """Put in the KV scales of this update, unless the engines read them in place."""
+        scales, self._kv_scales = self._kv_scales, None
+        if scales is not None:
+            self.put_named(KV_SCALES, scales)
+
+    def put_named(self, name: str, tensor: torch.Tensor) -> None:
+        """Put the next tensor of a stream into the bucket.
+
+        Raises:
+            ManifestError: it was not announced, came before, or cannot be read.
+        """
+        check_readable(name, tensor)
+        if not self._engines.open:
+            return
+        plan, index = self.plan, self.plan.index_of(name)
+        if index is None:
+            self._pass_over(name, tensor)
+            return
+        if index in self._came:
+            raise ManifestError(twice(name))
+        if plan.mapped[index]:
+            return
+        source = plan.sources[index]
+        # as the packer will read it
+        whole = as_announced(name, tensor, source.held_as, source.shape)
+        self._head.take(name, whole)
+        self._came[index] = None
+        if plan.streamed:
+            self._order += plan.add(index)
+        self.put(index, whole)
+        self._filler.own(index)
+
+    def _pass_over(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self.sender.ignored:
+            raise ManifestError(wrong_names(unknown=[name]))
+        if name in self._passed_over:
+            raise ManifestError(twice(name))
+        self._passed_over.add(name)
+        self._head.take(name, tensor)
+
+    def end_stream(self) -> None:
+        """Check that the stream was complete.
+
+        Raises:
+            ManifestError: a tensor of the last stream is missing, where the engine checks the
+                first; or the head of a tied model came, and is not the embedding.
+        """
+        self.put_kv_scales()
+        self._head.check()
+        missing = [
+            source.cuts[0][0]
+            for index, source in enumerate(self.plan.sources)
+            if source.cuts and index not in self._came
+        ]
+        if missing and self._engines.open and not self.plan.streamed:
+            raise ManifestError(wrong_names(missing=missing))
+
+    def put_residents(self, named: Named) -> bool:
+        """Put all parameters into the bucket where each is the trainer's own memory on its GPU.
+
+        Returns:
+            whether they were; otherwise nothing was done.
+        """
+        packer, scales = self._filler.packer, self._kv_scales
+        tensors = [tensor for _, tensor in named] + ([] if scales is None else [scales])
+        if not isinstance(packer, QuantizePacker) or not self.plan.is_resident:
+            return False
+        self._kv_scales = None
+        packer.put_residents(tensors)
+        self._filler.finish()
+        return True
+
+    def put(self, index: int, whole: torch.Tensor) -> None:
+        """Put a parameter into the bucket once it is its turn; full slots are sent on the way."""
+        if not self._engines.open:
+            return
+        if self.device is not None:
+            whole = whole.to(self.device)
+            whole = whole if is_aligned(whole) else whole.clone()
+        self._filler.put(index, whole)
+
+    def send_rest(self) -> None:
+        """Send what is left, and wait until it is read."""
+        if not self._engines.open:
+            return
+        self._filler.finish()
+        self._chunks.finish()
+        self._chunks.await_read()
+
+    def finish(self) -> float | None:
+        """Send what is left, and have every rank check that nothing is missing.
+
+        Returns:
+            seconds that the slowest GPU took to write, or None on a CPU.
+        """
+        self.send_rest()
+        if not self._engines.open:
+            return None
+        if self._filler.packer is not None:
+            self._filler.packer.finish()
+        return slowest_gpu(self._engines.ask({"op": "finish"}))
+
+    def committed(self) -> None:
+        """Plan the next stream as this one came, unless it came as planned, and send the next
+        update as changes of this one where engines have kept it."""
+        self._images.commit()
+        came = list(self._came)
+        if came and (self.plan.streamed or came != sorted(came)):
+            self.sender.remember_stream(self.plan, came)
+        self._came.clear()
+
+    def close(self) -> None:
+        """End, once; memory that no engine has open is freed."""
+        self._chunks.close()
+        self._images.close()
+        if self._came:  # it failed, perhaps for what was held of it in the order of the last one
+            self.sender.forget_stream()
+        self.sender.leave(self)
+        del self._filler  # it holds the trainer's tensors
+
+    def _send(self, chunk: int) -> None:
+        if self.device is not None and not self.sender.layout["is_remote"]:
+            torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
+        order, self._order = self._order, []
+        self._chunks.send(chunk, **({"order": order} if self.plan.streamed else {}))
+
+    def _content(self, chunk: int, held: list[str | None]) -> Steps[Content | None]:
+        if not self.sender.layout["is_remote"]:
+            return None
+        content = self.sender.content(self.plan, chunk)
+        return (yield from sent_as(self._images.changes, chunk, content, held))

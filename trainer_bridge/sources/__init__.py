@@ -1,0 +1,1 @@
+"""A trainer's weights, by the names of the Hugging Face checkpoint."""
