@@ -25,8 +25,8 @@ def test_what_is_beyond_its_cap_is_named() -> None:
 
 
 def test_caps_only_fall() -> None:
-    now, caps = {"tests": 9, "docs": 11}, {"tests": 10, "docs": 10}
-    assert sizes.lowered(now, caps) == {"tests": 9, "docs": 10}
+    now, caps = {"tests": 901, "docs": 11}, {"tests": 2000, "docs": 10}
+    assert sizes.lowered(now, caps) == {"tests": 1000, "docs": 10}
 
 
 def test_an_update_passes_no_more_files() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from threading import Lock
 from typing import Any, TypeVar
 
+from sgl_fp8rl import compat
 from sgl_fp8rl.compat.settings import is_fp8rl
 from sgl_fp8rl.engine.control import Control
 from sgl_fp8rl.engine.engine_loop import EngineLoop
@@ -64,6 +65,7 @@ def _of(engine: Any) -> Control:
     """The channel of an engine in this process, which the first call makes."""
     with _making:
         if not hasattr(engine.tokenizer_manager, "fp8rl_control"):
+            compat.check_live(engine.tokenizer_manager, compat.IN_TOKENIZER_MANAGER)
             Control(engine.tokenizer_manager, engine.send_to_rpc, engine.server_args)
     control: Control = engine.tokenizer_manager.fp8rl_control
     return control

@@ -48,7 +48,7 @@ class SchedulerHost:
         scheduler = self._scheduler
         return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
 
-    def holds_requests(self, in_flight: str) -> bool:
+    def holds_requests(self, in_flight: object) -> bool:
         scheduler = self._scheduler
         return bool(scheduler._engine_paused) and (in_flight == FINISH or outlasts_abort(scheduler))
 

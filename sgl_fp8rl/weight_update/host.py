@@ -23,7 +23,7 @@ class Host(Protocol):
     def make_idle(self) -> bool:
         """Empty the prefix cache; False while a request is there, and nothing changed."""
 
-    def holds_requests(self, in_flight: str) -> bool:
+    def holds_requests(self, in_flight: object) -> bool:
         """Whether generation is paused, which keeps requests from ending as ``in_flight`` wants."""
 
     def why_not_retract(self) -> str | None:

@@ -176,7 +176,7 @@ def _listen(
     host: Host, weights: EngineWeights, fingerprint: str, message: dict[str, Any]
 ) -> tuple[RankSocket | None, list[_Ready]]:
     """Open this rank's socket if every rank can begin, and say what each of them can."""
-    in_flight = str(message.get("in_flight"))
+    in_flight = message.get("in_flight")
     # what retracts is idle when it must be: nothing is disturbed before all is ready to begin;
     # on all ranks or none, so it does not depend on what this one has
     idle = in_flight == RETRACT or host.make_idle()

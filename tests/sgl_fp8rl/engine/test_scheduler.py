@@ -67,6 +67,8 @@ class FakeScheduler:
         self.waiting_queue: list[Any] = []
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self._engine_paused = False
+        self.versions: list[str] = []
+        self.record_weight_version_change = self.versions.append
 
     def is_fully_idle(self) -> bool:
         self.asked += 1
@@ -348,14 +350,18 @@ def test_a_rank_without_a_socket_is_told(
 ) -> None:
     original = module.update_steps.RankSocket
 
+    made = []
+
     def broken(rank: int) -> Any:
         if rank:
             raise OSError("no space")
-        return original(rank)
+        made.append(original(rank))
+        return made[0]
 
     monkeypatch.setattr(module.update_steps, "RankSocket", broken)
     answer = engine.answer(whole(manifest_of(toy.checkpoint())))
     assert "no space" in answer["error"] and "TMPDIR" in answer["error"]
+    assert not made[0].path.parent.exists()
     assert [weights.session for weights in engine.ranks] == [None, None]
 
 
@@ -504,6 +510,7 @@ class Trainer:
         self.engine, self.tensors = engine, tensors
         self.futures = engine.begin(whole(manifest_of(tensors), version) | more)
         begun = json.loads(engine.rpc.get(timeout=TIMEOUT_S).message)
+        self.folders = [Path(socket).parent for socket in begun["sockets"]]
         self.ranks = RankClients(begun["sockets"], TOKEN)
 
     def write(self) -> None:
@@ -526,6 +533,7 @@ class Trainer:
         first, second = (json.loads(f.result(TIMEOUT_S).message) for f in self.futures)
         assert first == second
         assert [weights.session for weights in self.engine.ranks] == [None, None]
+        assert not any(folder.exists() for folder in self.folders)
         assert isinstance(first, dict)
         return first
 
@@ -669,6 +677,7 @@ def test_one_rank_that_heard_of_the_commit_is_enough(engine: Engine) -> None:
     ended = trainer.ended()
     assert (ended["ended"], ended["state"], ended["version"]) == (True, "serving", 0)
     assert [weights.policy.version for weights in engine.ranks] == [0, 0]
+    assert engine.ranks[1].memory.known() == []  # its trainer is gone
 
 
 def test_a_rank_that_was_not_written_does_not_commit(engine: Engine) -> None:
@@ -686,8 +695,10 @@ def test_a_commit_that_no_rank_heard_of(engine: Engine) -> None:
     """It is made when the trainer says again that it decided to."""
     assert voted(engine).ended()["state"] == "quarantined"
     again = short(manifest_of(toy.checkpoint()).fingerprint)
+    assert [scheduler.versions for scheduler in engine.schedulers] == [[], []]
     for _ in range(2):
         assert engine.answer({**again, "retry": True}) == {"committed": True}
+        assert [scheduler.versions for scheduler in engine.schedulers] == [["0"], ["0"]]
         assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
         assert [weights.policy.version for weights in engine.ranks] == [0] * TP
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from sgl_fp8rl.protocol.policy import Policy
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 20.0
+"""Less than a test waits for a session's end."""
 
 
 class Exchange:
@@ -50,7 +51,7 @@ class FakeHost:
     def make_idle(self) -> bool:
         return True
 
-    def holds_requests(self, in_flight: str) -> bool:
+    def holds_requests(self, in_flight: object) -> bool:
         return False
 
     def why_not_retract(self) -> str | None:
