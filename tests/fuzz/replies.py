@@ -47,10 +47,12 @@ Answers = dict[str, list[bytes]]
 """Bodies that a server answers, by the URL."""
 
 
-def post_all(answers: Answers, url: str, messages: Sequence[Any], *_: Any) -> Iterator[Any]:
+def post_all(
+    answers: Answers, url: str, messages: Sequence[Any], headers: Any, read: Any, *_: Any
+) -> list[Any]:
     bodies = answers[url]
     assert len(bodies) == len(messages)
-    return iter([(index, (200, body)) for index, body in enumerate(bodies)])
+    return [read((200, body)) for body in bodies]
 
 
 def decode_status(answers: Answers, data: bytes) -> None:

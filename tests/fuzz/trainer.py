@@ -100,7 +100,9 @@ def decode_tensors(data: bytes) -> None:
 
 
 def decode_http(patch: pytest.MonkeyPatch, status: int, data: bytes) -> None:
-    patch.setattr(engine_client, "post_all", lambda *_: iter([(0, (status, data))]))
+    patch.setattr(
+        engine_client, "post_all", lambda url, messages, headers, read, _: [read((status, data))]
+    )
     assert isinstance(HTTPEngine("http://localhost", None).control({"op": "end"}), dict)
 
 

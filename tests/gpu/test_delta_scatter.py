@@ -3,6 +3,7 @@ would have left, and what it takes to go back is right to the byte."""
 
 from itertools import accumulate
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -165,7 +166,8 @@ def mixed(old: Tensor, seed: int, share: float) -> Tensor:
 
 
 def difference(old: Tensor, new: Tensor) -> Tensor:
-    found = delta.difference(old, new, worth=9.0)
+    with mock.patch.object(delta, "WORTH", 9.0):  # whatever it saves
+        found = delta.difference(old, new)
     assert found is not None
     return found
 

@@ -203,11 +203,3 @@ def test_decode_has_the_sinks_that_sglang_passes() -> None:
     kept = torch.arange(HEADS * GROUP) != 1
     assert torch.equal(out[kept], bare[kept])
     assert not bool(out[1].any()) and bool(bare[1].any())
-
-
-def test_a_factor_goes_to_the_query_heads_of_its_kv_head() -> None:
-    q = qkv(3)[0]
-    factor = torch.tensor([2.0, 0.5])
-    product = kv_attention._times_heads(q, factor)
-    assert product.is_contiguous() and product.dtype == BF16 and product.shape == q.shape
-    assert torch.equal(product, q * factor.repeat_interleave(GROUP * DIM))
