@@ -644,7 +644,9 @@ def test_over_http_a_rollout_lasts_as_long_as_it_must(monkeypatch: pytest.Monkey
 @pytest.mark.timeout(120)
 def test_importing_the_bridge_loads_no_sglang(tmp_path: Path) -> None:
     list_modules = "print([m for m in sys.modules if m.startswith('sglang')])"
-    package = "import sys, trainer_bridge, trainer_bridge.rollout, trainer_bridge.correction; "
+    package = (
+        "import sys, trainer_bridge, trainer_bridge.rollouts.rollout, trainer_bridge.correction; "
+    )
 
     def run(code: str) -> str:
         command = [sys.executable, "-c", code]
