@@ -84,15 +84,19 @@ def sglang_version() -> str:
         raise IncompatibleSGLangError(f"SGLang is not installed; run {INSTALL}") from None
 
 
+def _lacks(what: str, error: Exception) -> IncompatibleSGLangError:
+    return IncompatibleSGLangError(
+        f"SGLang {sglang_version()} has no {what} ({error}); "
+        f"sgl-fp8rl is tested with {' and '.join(TESTED_VERSIONS)}: install one of these"
+    )
+
+
 def _look_up(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         return attrgetter(attribute)(importlib.import_module(module_name))
     except (ImportError, AttributeError) as error:
-        raise IncompatibleSGLangError(
-            f"SGLang {sglang_version()} has no {path.replace(':', '.')} ({error}); "
-            f"sgl-fp8rl is tested with {' and '.join(TESTED_VERSIONS)}: install one of these"
-        ) from error
+        raise _lacks(path.replace(":", "."), error) from error
 
 
 def __getattr__(name: str) -> Any:
@@ -202,11 +206,7 @@ def check_live(root: Any, paths: Mapping[str, str]) -> None:
             try:
                 attrgetter(whole)(root)
             except AttributeError as error:
-                raise IncompatibleSGLangError(
-                    f"SGLang {sglang_version()} has no {owner.rpartition('.')[2]}.{name} "
-                    f"({error}); sgl-fp8rl is tested with {' and '.join(TESTED_VERSIONS)}: "
-                    f"install one of these"
-                ) from error
+                raise _lacks(f"{owner}.{name}", error) from error
 
 
 def _release(version: str) -> list[int]:
