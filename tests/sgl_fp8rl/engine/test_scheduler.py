@@ -27,6 +27,7 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.engine import copies
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_host import Exchange
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
@@ -40,17 +41,13 @@ TIMEOUT_S = 30.0
 class Group:
     """One rank's end of a tensor-parallel group; ranks that do not all gather are found out."""
 
-    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
-        self.rank, self._barrier, self._values = rank, barrier, values
+    def __init__(self, rank: int, exchange: Exchange) -> None:
+        self.rank, self._exchange = rank, exchange
         self.gathered = 0
 
     def gather(self, value: Any) -> list[Any]:
         self.gathered += 1
-        self._values[self.rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
+        return self._exchange.gather(self.rank, value)
 
 
 class FakeScheduler:
@@ -88,9 +85,8 @@ class Engine:
 
     def __init__(self, module: Any, models: list[toy.Model], shapes: toy.Shapes | None) -> None:
         self.module = module
-        barrier = threading.Barrier(TP, timeout=TIMEOUT_S)
-        values: list[Any] = [None] * TP
-        self.groups = [Group(rank, barrier, values) for rank in range(TP)]
+        exchange = Exchange(TP, TIMEOUT_S)
+        self.groups = [Group(rank, exchange) for rank in range(TP)]
         self.rpc: queue.Queue[Any] = queue.Queue()
         self.schedulers = [FakeScheduler(g, None if g.rank else self.rpc) for g in self.groups]
         self.ranks = [

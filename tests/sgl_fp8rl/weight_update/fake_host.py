@@ -8,15 +8,15 @@ from torch import nn
 
 from sgl_fp8rl.protocol.policy import Policy
 
-TIMEOUT_S = 20.0
-"""Less than a test waits for a session's end."""
+TIMEOUT_S = 45.0
+"""More than a rank waits for its trainer (30 s), and less than a test for a session's end."""
 
 
 class Exchange:
     """What the ranks of one engine say to each other."""
 
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=TIMEOUT_S)
+    def __init__(self, ranks: int, timeout_s: float = TIMEOUT_S) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=timeout_s)
         self._values: list[Any] = [None] * ranks
 
     def abort(self) -> None:
