@@ -36,7 +36,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "formats": ("formats.json", formats.formats),
     "sharded": ("sharded.json", sharded.sharded),
     "sharded_four": ("sharded_four.json", sharded.sharded),
-    "sharded_8b": ("sharded_8b.json", sharded.sharded),
     "sharded_others": ("sharded_others.json", sharded.sharded),
     "sharded_each": ("sharded_each.json", sharded.sharded),
     "sharded_predicted": ("sharded.json", sharded.predicted),
