@@ -36,10 +36,6 @@ def _compared(results: Results, metric: str, form: str, head: str) -> str:
     return table(best, ["model", "case"], columns, head)
 
 
-RIGHT = "stock-block-fp8"
-"""The fastest stock arm whose attention sums in 16 bits."""
-
-
 def decode(results: Results) -> str:
     """Decode steps of every arm, BF16 first and ours last."""
     rows = with_ratio(results["rows"], DECODE[0], is_reference)
@@ -54,27 +50,6 @@ def decode(results: Results) -> str:
 
 def _place(arm: str) -> int:
     return 0 if arm == REFERENCE else 1 if arm.startswith("stock") else 2
-
-
-def right(results: Results) -> str:
-    """Decode steps and prefills of engines whose attention sums in 16 bits, and of the fastest
-    stock arm, whatever it sums in."""
-    return joined(*(_right(results, *what) for what in (DECODE, PREFILL)), _source(results))
-
-
-def _right(results: Results, metric: str, form: str, head: str) -> str:
-    rows = [row for row in results["rows"] if row["metric"] == metric]
-    stock = [row for row in rows if row["arm"].startswith("stock")]
-    best = [row | {"arm": "best", "of": row["arm"]} for row in _fastest(stock, metric)]
-    columns = [
-        Column(RIGHT, {metric: form}, {"arm": RIGHT}),
-        Column("fastest stock arm", {metric: form + " ({of})"}, {"arm": "best"}),
-        *(
-            Column(arm, {metric: form}, {"arm": arm})
-            for arm in ("fp8rl", "fp8rl-kv8", "fp8rl-kv8-int8")
-        ),
-    ]
-    return table([*rows, *best], ["model", "case"], columns, head)
 
 
 def _fastest(rows: Sequence[Row], metric: str) -> list[Row]:

@@ -39,12 +39,12 @@ def rollout(results: Results) -> str:
     rows = with_share(rows, "decode_floor_ms", "decode_step_ms", "of floor")
     parts = []
     decode = {"decode_step_ms": "{median:.2f} ms", "faster": "{median:.2f}x"}
-    decode |= {"of floor": "{median:.0%} of floor"}
+    decode |= {"of floor": "{median:.0%}"}
     prefill = {"prefill_s": "{median:.3g} s", "prefill faster": "{median:.2f}x"}
     for model in models_of(rows):
         mine = [row for row in rows if row["model"] == model]
         parts.append(f"### {model}")
-        for head, metrics in (("decode step", decode), ("prefill", prefill)):
+        for head, metrics in (("decode step, part of floor", decode), ("prefill", prefill)):
             columns = [Column(load, metrics, {"case": load}) for load in loads_of(mine)]
             parts.append(table(mine, ["arm"], columns, head))
     end = f"{facts(results['environment'])}. {_values(results['rows'])} {copies(rows)}"
@@ -142,36 +142,33 @@ def _counts(results: Results) -> list[int]:
 
 
 def decode_profile(results: Results) -> str:
-    """One table for each model and case: classes of kernels by arm, in us (launches) a step."""
+    """Two tables for each model, of prefill and decode: us a step of each class of kernels, by load
+    and arm."""
     rows = results["rows"]
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    found = {(row["model"], row["case"], row["arm"], row["metric"]): row["median"] for row in rows}
     parts = []
-    for model, case in dict.fromkeys((row["model"], row["case"]) for row in rows):
-        mine = [row for row in rows if (row["model"], row["case"]) == (model, case)]
-        arms = list(dict.fromkeys(row["arm"] for row in mine))
-        found = {(row["arm"], row["metric"]): row["median"] for row in mine}
-        timed = dict.fromkeys(m.removesuffix(", us") for _, m in found if m.endswith(", us"))
-        names = [name for name in timed if name not in TOTALS]
-        most = {n: max(found.get((arm, f"{n}, us"), 0.0) for arm in arms) for n in names}
-        order = sorted(names, key=lambda name: -most[name])
+    for model, kind in dict.fromkeys((r["model"], _kind(r["case"])) for r in rows):
+        cases = list(dict.fromkeys(k[1] for k in found if k[0] == model and _kind(k[1]) == kind))
+        by = [(case, arm) for case in cases for arm in arms]
+        mine = {(*k[1:3], k[3].removesuffix(", us")): v for k, v in found.items() if k[0] == model}
+        names = {name for case, _, name in mine if case in cases} - {*TOTALS, "steps"}
+        names = {name for name in names if not name.endswith(", calls")}
+        order = sorted(names, key=lambda name: -max(mine.get((*b, name), 0.0) for b in by))
         groups = [[name] for name in order[:CLASSES]] + [order[CLASSES:]] * (len(order) > CLASSES)
-        lines = [[", ".join(g), *(_kernels(found, arm, g) for arm in arms)] for g in groups]
-        for total in ("idle", "step"):
-            lines.append([total, *(f"{found[arm, f'{total}, us']:.0f}" for arm in arms)])
-        parts += [f"### {model}, {case}", grid(["kernels", *arms], lines)]
+        lines = []
+        for group in [*groups, ["idle"], ["step"]]:
+            us = [[sum(mine.get((c, arm, n), 0.0) for n in group) for arm in arms] for c in cases]
+            lines.append([", ".join(group), *(", ".join(f"{v:.0f}" for v in cell) for cell in us)])
+        heads = [c.removesuffix(", decode").replace(", prefill of", ":") for c in cases]
+        parts.append(grid([f"{model}, {kind}", *heads], lines))
     steps = max(row["median"] for row in rows if row["metric"] == "steps")
-    return joined(
-        *parts,
-        failures(results),
-        f"{facts(results['environment'])}. Means of {steps:g} decode steps or of one prefill.",
-    )
+    means = f"Means of {steps:g} decode steps or of one prefill, in us, of {', '.join(arms)}."
+    return joined(*parts, failures(results), f"{facts(results['environment'])}. {means}")
 
 
-def _kernels(found: Mapping[tuple[str, str], float], arm: str, classes: Sequence[str]) -> str:
-    mine = [name for name in classes if (arm, f"{name}, us") in found]
-    if not mine:
-        return ""
-    us, calls = (sum(found[arm, f"{name}, {what}"] for name in mine) for what in ("us", "calls"))
-    return f"{us:.0f} ({calls:.3g})"
+def _kind(case: str) -> str:
+    return "decode" if case.endswith("decode") else "prefill"
 
 
 def update(results: Results) -> str:

@@ -7,12 +7,11 @@ from benchmarks.tables.engines import copies
 from benchmarks.tables.markdown import (
     Column,
     Form,
-    Row,
     facts,
     failures,
+    grid,
     joined,
     table,
-    with_ratio,
     with_share,
 )
 from sgl_fp8rl.gemm.candidates import FLASHINFER, STOCK
@@ -22,12 +21,11 @@ STOCK_US = ("stock", "kernel_us")
 
 
 def kernels(results: Results) -> str:
-    """Each kernel at each size: us of SGLang's and of ours, the ratio, and our share of the floor.
+    """Each kernel at each size: us of SGLang's and of ours, and our share of the floor.
 
     Sizes that are tokens make one table, those that are batch x context another.
     """
-    rows = with_ratio(results["rows"], "kernel_us", lambda row: bool(row["arm"] == "stock"))
-    rows = with_share(rows, "kernel_floor_us", "kernel_us", "of floor")
+    rows = with_share(results["rows"], "kernel_floor_us", "kernel_us", "of floor")
     placed = []
     for row in rows:
         kernel, _, size = row["case"].partition(": ")
@@ -35,9 +33,8 @@ def kernels(results: Results) -> str:
         placed.append(row | {"kernel": kernel, "size": size} | stock)
     sizes = list(dict.fromkeys(row["size"] for row in placed))
     metrics: dict[str, Form] = {
-        "stock_us": lambda row: f"{_us(row['median'])} SGLang",
-        "kernel_us": lambda row: f"{_us(row['median'])} ours",
-        "faster": "{median:.2f}x",
+        "stock_us": lambda row: _us(row["median"]),
+        "kernel_us": lambda row: _us(row["median"]),
         "of floor": "{median:.0%}",
     }
     made = [
@@ -60,31 +57,22 @@ def _us(value: float) -> str:
 
 
 def gemms(content: Results) -> str:
-    """A shipped table of GEMMs: the batches where another kernel than SGLang's is taken, or where
-    there is FlashInfer's, the batches that take it."""
-    versions = content["versions"]
-    rows = [
-        entry | {"rows": str(entry["m"]), "shape": shape.replace("x", " x "), "metric": "us"}
-        for shape, found in content["shapes"].items()
-        for entry in found
-    ]
-    names = {row["kernel"] for row in rows}
+    """A shipped table of GEMMs: for each shape the batches where another kernel than SGLang's is
+    taken, or where there is FlashInfer's, the batches that take it."""
+    versions, shapes = content["versions"], content["shapes"]
+    names = {entry["kernel"] for found in shapes.values() for entry in found}
     # what takes another kernel is in the table without FlashInfer's GEMM
     listed = {FLASHINFER} if FLASHINFER in names else names - {STOCK}
-    taken = {row["rows"] for row in rows if row["kernel"] in listed}
-    shown = sorted((row for row in rows if row["rows"] in taken), key=lambda row: int(row["rows"]))
-
-    def cell(row: Row) -> str:
-        faster = f", {row['stock_us'] / row['us']:.2f}x" if row["kernel"] != STOCK else ""
-        return f"{_us(row['us'])}{faster}"
-
-    shapes = [name.replace("x", " x ") for name in content["shapes"]]
-    columns = [Column(shape, {"us": cell}, {"shape": shape}) for shape in shapes]
-    batches = {row["m"] for row in rows}
+    lines = []
+    for shape, found in shapes.items():
+        faster = [
+            f"{e['m']}: {e['stock_us'] / e['us']:.2f}x" for e in found if e["kernel"] in listed
+        ]
+        lines.append([shape.replace("x", " x "), ", ".join(faster)])
+    batches = {entry["m"] for found in shapes.values() for entry in found}
     return joined(
-        table(shown, ["rows"], columns, "rows"),
+        grid(["N x K", "rows: times as fast as SGLang's kernel"], lines),
         f"{content['gpu']}, torch {versions['torch']}, SGLang {versions['sglang']}, DeepGEMM "
         f"{versions['sgl-deep-gemm']}, FlashInfer {versions['flashinfer-python']}. Measured at "
-        f"{len(batches)} batches up to {max(batches, default=0)} rows; at those that are not here "
-        f"{'all are as in the table above' if FLASHINFER in names else 'all are of SGLang'}.",
+        f"{len(batches)} batches up to {max(batches, default=0)} rows.",
     )
