@@ -16,8 +16,8 @@ CPU_TORCH ?=
 # Pages of the API reference.
 API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config trainer_bridge.metrics \
 	trainer_bridge.router_replay trainer_bridge.transport.ray_actor server_args sgl_fp8rl.options \
-	sgl_fp8rl.integrations.trl sgl_fp8rl.integrations.contract sgl_fp8rl.integrations.updates \
-	sgl_fp8rl.integrations.rollouts
+	trainer_bridge.adapters.trl trainer_bridge.adapters.contract trainer_bridge.adapters.updates \
+	trainer_bridge.adapters.rollouts
 
 # The test models are tiny: more threads only wait for each other.
 export OMP_NUM_THREADS ?= 1

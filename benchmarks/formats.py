@@ -21,9 +21,14 @@ from typing import Any
 import torch
 
 from benchmarks.benchmark import Benchmark, Job, Measurement, Run
+from sgl_fp8rl.engine.tuning.bench_inputs import (
+    checked_rows,
+    copies,
+    cuda_graph_us,
+    random_activations,
+)
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, BLOCKS, CHOICES
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, fit_experts
-from sgl_fp8rl.gemm.bench_inputs import checked_rows, copies, cuda_graph_us, random_activations
 from sgl_fp8rl.ops.activation import Channels
 from sgl_fp8rl.ops.channel import channel_linear
 from sgl_fp8rl.ops.reference import fp8_linear
@@ -93,7 +98,7 @@ def measure(layers: tuple[Layer, ...], run: Run) -> list[Measurement]:
     """The error and the time of each layer, format and batch."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     made: list[Measurement] = []
-    from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
+    from sgl_fp8rl.engine.startup.deep_gemm import compiling_only_what_runs
 
     with _published(), compiling_only_what_runs():
         for layer in layers:
@@ -177,7 +182,7 @@ def _block_linear(
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:
-            from sgl_fp8rl import compat
+            from sgl_fp8rl.engine import compat
             from sgl_fp8rl.ops.activation_triton import quantize_tokens
 
             tokens = quantize_tokens(x, within=within, power_of_two=power_of_two)
@@ -258,7 +263,7 @@ def _expert_gemm(
     scales that are powers of two."""
     import triton.language as tl
 
-    from sgl_fp8rl import compat
+    from sgl_fp8rl.engine import compat
     from sgl_fp8rl.ops.activation_triton import quantize_tokens
 
     weight, *scales = held.values()

@@ -13,7 +13,7 @@ from statistics import fmean
 from benchmarks import measuring, rollout
 from benchmarks.benchmark import LAYERS, Benchmark, Measurement, Option, Run
 from benchmarks.engines import models, serving, stock_push
-from sgl_fp8rl.plan import workload
+from sgl_fp8rl.tools.plan import workload
 
 REQUESTS = 1024
 PROMPT = 256

@@ -17,7 +17,7 @@ os.environ.setdefault("UCX_TLS", "tcp,sm,self")
 import pytest
 from hypothesis import settings
 
-from sgl_fp8rl import compat
+from sgl_fp8rl.engine import compat
 from sgl_fp8rl.options import current_options
 from tests import without_sglang
 from trainer_bridge.session import connections

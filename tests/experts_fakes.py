@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.engine.moe import METHODS
+from sgl_fp8rl.engine.layers.moe import METHODS
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.reference import (

@@ -15,7 +15,7 @@ import pytest
 
 import server_args
 import trainer_bridge
-from sgl_fp8rl.integrations import contract, rollouts, trl, updates
+from trainer_bridge.adapters import contract, rollouts, trl, updates
 from trainer_bridge.transport import ray_actor
 
 MODULES = (trainer_bridge, server_args, contract, rollouts, trl, updates, ray_actor)

@@ -9,7 +9,7 @@ PACKAGES = ("sgl_fp8rl", "server_args", "trainer_bridge")
 
 
 def mapped(text: str) -> list[str]:
-    """Paths such as ``sgl_fp8rl/gemm/tune.py``, in the order of the page."""
+    """Paths such as ``sgl_fp8rl/engine/tuning/tune.py``, in the order of the page."""
     found: list[str] = []
     folder = ""
     for line in text.splitlines():

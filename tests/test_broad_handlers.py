@@ -10,18 +10,18 @@ from tests.test_imports import PACKAGES, ROOT, import_graph
 
 EVERYTHING = {"Exception", "BaseException"}
 PERMITTED = {
-    "sgl_fp8rl/weight_update/rank_server.py:serve": "a trainer's message must not end the server",
-    "sgl_fp8rl/weight_update/relay.py:Relay._run": "trainer and ranks would wait for its thread",
+    "sgl_fp8rl/receiver/rank_server.py:serve": "a trainer's message must not end the server",
+    "sgl_fp8rl/receiver/relay/relay.py:Relay._run": "trainer and ranks would wait for its thread",
     "sgl_fp8rl/protocol/attempt.py:attempt": "other ranks wait for the error and would not hear it",
-    "sgl_fp8rl/gemm/tune.py:tried": "kernel compilers raise anything, and other kernels still run",
-    "sgl_fp8rl/integrations/verl/plugin.py:register_trainer": "verl goes on without our trainer",
-    "sgl_fp8rl/doctor/command.py:run_checks": "a broken installation still gets its report",
+    "sgl_fp8rl/engine/tuning/tune.py:tried": "compilers raise anything; other kernels still run",
+    "sgl_fp8rl/verl/plugin.py:register_trainer": "verl goes on without our trainer",
+    "sgl_fp8rl/tools/doctor/command.py:run_checks": "a broken installation still gets its report",
 }
 TELLS_THE_OTHERS = {
-    "sgl_fp8rl.weight_update.ranks",
-    "sgl_fp8rl.integrations.contract",
-    "sgl_fp8rl.integrations.trl",
-    "sgl_fp8rl.integrations.updates",
+    "sgl_fp8rl.receiver.ranks",
+    "trainer_bridge.adapters.contract",
+    "trainer_bridge.adapters.trl",
+    "trainer_bridge.adapters.updates",
     # whatever a decoder makes of a file, it is not sound; and a follower looks again
     "trainer_bridge.chain.files",
     "trainer_bridge.chain.follower",

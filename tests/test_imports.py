@@ -14,7 +14,8 @@ PACKAGES = ("server_args", "sgl_fp8rl", "trainer_bridge")
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     "server_args",
-    "sgl_fp8rl sgl_fp8rl.constants sgl_fp8rl.options sgl_fp8rl.files sgl_fp8rl.after_import",
+    "sgl_fp8rl sgl_fp8rl.constants sgl_fp8rl.options sgl_fp8rl.files sgl_fp8rl.after_import "
+    "sgl_fp8rl.tables",
     "sgl_fp8rl.ops",
     "sgl_fp8rl.formats",
     # what trainer and engine share
@@ -35,34 +36,24 @@ LAYERS = (
     "trainer_bridge.chain",
     "trainer_bridge",
     # adapters of trainers: nothing of the engine
-    "sgl_fp8rl.integrations",
-    # the engine
-    "sgl_fp8rl.compat",
-    "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform sgl_fp8rl.engine.log_filter "
-    "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.engine.lost_rows sgl_fp8rl.gemm "
-    "sgl_fp8rl.kv_cache",
-    "sgl_fp8rl.engine.layer_method sgl_fp8rl.engine.wrapping sgl_fp8rl.engine.quant_name",
-    "sgl_fp8rl.engine.channel",
-    "sgl_fp8rl.engine.linear sgl_fp8rl.engine.routed_experts sgl_fp8rl.engine.sampler "
-    "sgl_fp8rl.engine.output_stream sgl_fp8rl.engine.internal_requests "
-    "sgl_fp8rl.engine.kv_attention sgl_fp8rl.engine.kv_call sgl_fp8rl.engine.kv_prefill "
-    "sgl_fp8rl.engine.kv_decode sgl_fp8rl.engine.kv_calibrate",
-    "sgl_fp8rl.engine.moe",
-    "sgl_fp8rl.engine.fusion sgl_fp8rl.engine.quant_config sgl_fp8rl.engine.hooks",
-    "sgl_fp8rl.weight_update",
-    "sgl_fp8rl.engine.export",
-    "sgl_fp8rl.engine.admission sgl_fp8rl.engine.embedding_cache "
-    "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
-    "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
-    "sgl_fp8rl.engine.tied_head sgl_fp8rl.engine.scheduler "
-    "sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.host sgl_fp8rl.engine.engine_loop",
+    "trainer_bridge.adapters sgl_fp8rl.integrations",
+    # any engine's rank
+    "sgl_fp8rl.receiver.kv sgl_fp8rl.receiver.routes",
+    "sgl_fp8rl.receiver.writers",
+    "sgl_fp8rl.receiver",
+    "sgl_fp8rl.receiver.relay",
+    # SGLang
+    "sgl_fp8rl.engine.compat",
+    "sgl_fp8rl.engine.gemm sgl_fp8rl.engine.cpu",
+    "sgl_fp8rl.engine.layers sgl_fp8rl.engine.tuning",
+    "sgl_fp8rl.engine.control",
+    "sgl_fp8rl.engine.attention",
+    "sgl_fp8rl.engine.startup",
     "sgl_fp8rl.engine",
-    # a framework that starts engines itself
-    "sgl_fp8rl.integrations.verl",
-    # the tools
-    "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.sensitivity sgl_fp8rl.doctor "
-    "sgl_fp8rl.ports sgl_fp8rl.dummy_engine sgl_fp8rl.layers sgl_fp8rl.export sgl_fp8rl.plan",
-    "sgl_fp8rl.cli",
+    # what sees both ends
+    "sgl_fp8rl.verl",
+    "sgl_fp8rl.tools.precision sgl_fp8rl.tools.plan sgl_fp8rl.tools.doctor",
+    "sgl_fp8rl.tools",
 )
 """Modules and packages, the lowest first: a file imports its own layer and those below. The longest
 name that fits a file is its layer's. A package does not stand for its files' ``__init__``, which
@@ -157,16 +148,16 @@ def test_every_layer_has_files() -> None:
         ("ops/a.py", "def f():\n    from sgl_fp8rl.ops import b", True, False),
         ("ops/a.py", "from . import b", True, False),
         ("ops/a.py", "if TYPE_CHECKING:\n    from sgl_fp8rl.ops.b import B", False, False),
-        ("ops/c.py", "def f():\n    from sgl_fp8rl.gemm.d import D", False, True),
-        ("ops/c.py", "import sgl_fp8rl.gemm.d", False, True),
-        ("ops/c.py", "importlib.import_module('sgl_fp8rl.gemm.d')", False, True),
+        ("ops/c.py", "def f():\n    from sgl_fp8rl.protocol.d import D", False, True),
+        ("ops/c.py", "import sgl_fp8rl.protocol.d", False, True),
+        ("ops/c.py", "importlib.import_module('sgl_fp8rl.protocol.d')", False, True),
     ],
 )
 def test_a_planted_cycle_and_a_planted_climb_are_found(
     file: str, line: str, cycle: bool, climb: bool, tmp_path: Path
 ) -> None:
     files = {"__init__.py": "", "ops/a.py": "", "ops/b.py": "import sgl_fp8rl.ops.a"}
-    files |= {"ops/__init__.py": "", "gemm/__init__.py": "", "gemm/d.py": "", file: line}
+    files |= {"ops/__init__.py": "", "protocol/__init__.py": "", "protocol/d.py": "", file: line}
     for name, text in files.items():
         path = tmp_path / "sgl_fp8rl" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +184,7 @@ def test_server_args_is_stdlib_only() -> None:
     assert loaded - set(sys.stdlib_module_names) == {"server_args"}
 
 
-@pytest.mark.parametrize("module", ["trainer_bridge", "sgl_fp8rl.integrations.slime"])
+@pytest.mark.parametrize("module", ["trainer_bridge", "trainer_bridge.adapters.slime"])
 def test_a_trainer_loads_no_sglang(module: str) -> None:
     loaded = loaded_by(f"import {module}")
     assert "torch" in loaded
@@ -203,8 +194,8 @@ def test_a_trainer_loads_no_sglang(module: str) -> None:
 def without_frameworks() -> list[str]:
     """Our modules, but for the adapters that are imported where their framework is, and what
     imports SGLang, which needs transformers."""
-    names = {*import_graph(ROOT)} - {"sgl_fp8rl.integrations.trl"}
-    engine, verl = "sgl_fp8rl.engine.", "sgl_fp8rl.integrations.verl."
+    names = {*import_graph(ROOT)} - {"trainer_bridge.adapters.trl", "sgl_fp8rl.integrations.trl"}
+    engine, verl = "sgl_fp8rl.engine.", "sgl_fp8rl.verl."
     ours = {name for name in names if not name.startswith((engine, verl))}
     return sorted(ours | {f"{engine}plugin", f"{verl}rollout_config"})
 
@@ -225,7 +216,8 @@ for missing in {missing}:
         try:
             sys.modules.update(dict.fromkeys(missing))
             import {modules}
-            found = {{check.status for check in sgl_fp8rl.doctor.installation.check_frameworks()}}
+            from sgl_fp8rl.tools.doctor.installation import check_frameworks
+            found = {{check.status for check in check_frameworks()}}
             assert 'fail' not in found, found
             status = 0
         except BaseException:
@@ -246,28 +238,29 @@ def test_nothing_needs_a_framework() -> None:
 def test_what_needs_a_framework_is_found() -> None:
     """The control of the test above."""
     code = WITHOUT.format(
-        missing=[["trl"]], modules="sgl_fp8rl.doctor.installation, sgl_fp8rl.integrations.trl"
+        missing=[["trl"]],
+        modules="sgl_fp8rl.tools.doctor.installation, trainer_bridge.adapters.trl",
     )
-    with pytest.raises(AssertionError, match=r"integrations\.trl cannot import TRL"):
+    with pytest.raises(AssertionError, match=r"adapters\.trl cannot import TRL"):
         loaded_by(code)
 
 
 def test_the_adapter_of_trl_needs_no_other_framework() -> None:
     others = FRAMEWORKS - {"trl", "accelerate", "datasets", "transformers"}
     code = f"import sys; sys.modules.update(dict.fromkeys({others}))\n"
-    loaded = loaded_by(f"{code}import sgl_fp8rl.integrations.trl")
+    loaded = loaded_by(f"{code}import trainer_bridge.adapters.trl")
     assert {"trl", "accelerate", "transformers"} <= loaded
 
 
 def test_precision_loads_no_sglang() -> None:
-    loaded = loaded_by("import sgl_fp8rl.sensitivity.command")
+    loaded = loaded_by("import sgl_fp8rl.tools.precision.command")
     assert "torch" in loaded
     assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
 
 
 def test_plan_loads_no_torch() -> None:
     """Which takes longer than all that it computes."""
-    loaded = loaded_by("import sgl_fp8rl.cli, sgl_fp8rl.plan.command")
+    loaded = loaded_by("import sgl_fp8rl.tools.cli, sgl_fp8rl.tools.plan.command")
     assert not loaded & {"torch", "numpy", "sglang"}
 
 

@@ -10,7 +10,7 @@ SOURCES = {
     "test_ours.py": "import sgl_fp8rl.not_there\n",
     "test_mixed.py": """
 import pytest
-from sgl_fp8rl.compat import IncompatibleSGLangError
+from sgl_fp8rl.engine.compat import IncompatibleSGLangError
 def test_runs(): pass
 def test_fails(): assert False
 def test_imports(): import not_installed

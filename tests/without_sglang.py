@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_fp8rl.compat import IncompatibleSGLangError
+from sgl_fp8rl.engine.compat import IncompatibleSGLangError
 
 REQUIRED = {
     *("sgl_fp8rl", "server_args", "trainer_bridge", "benchmarks", "examples", "tests"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import triton
 
-from sgl_fp8rl.gemm.expert_tiles import FILES, SHIPPED
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm.expert_tiles import FILES, SHIPPED
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
 
 
 def give_stock(folder: Path) -> None:

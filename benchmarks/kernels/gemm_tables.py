@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.engines import models
-from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
-from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
-from sgl_fp8rl.gemm.candidates import FLASHINFER
-from sgl_fp8rl.gemm.command import BUCKETS
-from sgl_fp8rl.gemm.table import FILES, SHIPPED, Shape
-from sgl_fp8rl.gemm.tune import Measurement, list_attempts, measure, pick, rows_of, tried
-from sgl_fp8rl.gemm.tune_cache import Machine
-from sgl_fp8rl.plan import shape as plan_shape
-from sgl_fp8rl.plan.gemms import shapes_of
+from sgl_fp8rl.engine.gemm.candidates import FLASHINFER
+from sgl_fp8rl.engine.gemm.table import FILES, SHIPPED, Shape
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.startup.deep_gemm import compiling_only_what_runs
+from sgl_fp8rl.engine.tuning.bench_inputs import BenchInputs, cuda_graph_us
+from sgl_fp8rl.engine.tuning.tune import Measurement, list_attempts, measure, pick, rows_of, tried
+from sgl_fp8rl.tools.plan import shape as plan_shape
+from sgl_fp8rl.tools.plan.gemms import shapes_of
+from sgl_fp8rl.tools.tune import BUCKETS
 
 RANKS = {"qwen3-32b": 2}
 """Tensor parallel size of a model, where it is not 1."""

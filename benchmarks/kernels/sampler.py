@@ -104,7 +104,7 @@ def stock_sample(sampler: Any, *batch: Any) -> torch.Tensor:
 
 def our_sample(sampler: Any, *batch: Any) -> torch.Tensor:
     """Ours, which must not leave the batch to SGLang."""
-    from sgl_fp8rl.engine.sampler import fast_sample
+    from sgl_fp8rl.engine.layers.sampler import fast_sample
 
     tokens_B: torch.Tensor = fast_sample(_refuse, sampler, *batch)
     return tokens_B
@@ -153,8 +153,8 @@ def _no_engine() -> Iterator[Any]:
     """SGLang's sampler with the settings that an engine on one GPU with our quantization has."""
     from sglang.srt.layers import sampler as stock
 
-    from sgl_fp8rl import compat
     from sgl_fp8rl.constants import NAME
+    from sgl_fp8rl.engine import compat
 
     arguments = SimpleNamespace(
         deterministic=SimpleNamespace(

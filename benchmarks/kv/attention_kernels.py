@@ -1,6 +1,6 @@
 """Decode attention of one layer over a paged cache, by each kernel, as the engine's hooks call it.
 
-The hooks of ``sgl_fp8rl.engine.kv_attention`` are given a small stand-in for SGLang's backend, so
+The hooks of ``engine/attention/kv_attention.py`` get a small stand-in for SGLang's backend, so
 that what is measured is what the engine runs. Shape suffixes as in ``attention_inputs``.
 """
 
@@ -15,14 +15,14 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.kv.attention_inputs import DIM, GROUP, HEADS, Inputs
-from sgl_fp8rl.engine import kv_attention
-from sgl_fp8rl.kv_cache.quantized import Heads, QuantizedKV
-from sgl_fp8rl.kv_cache.scales import KVScales
-from sgl_fp8rl.kv_cache.token_scales import TokenScales
+from sgl_fp8rl.engine.attention import kv_attention
 from sgl_fp8rl.ops.kv import power_of_two_above
 from sgl_fp8rl.ops.kv_int8 import rotate
 from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
+from sgl_fp8rl.receiver.kv.quantized import Heads, QuantizedKV
+from sgl_fp8rl.receiver.kv.scales import KVScales
+from sgl_fp8rl.receiver.kv.token_scales import TokenScales
 
 PAGE = 64
 MARGIN = 2.0

@@ -15,7 +15,7 @@ from benchmarks import measuring
 from benchmarks.benchmark import Benchmark, Job, Measurement, Run
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv.attention_inputs import DIM, HEADS, Inputs, Load, bias, draw, errors, exact
-from sgl_fp8rl.engine import kv_attention, kv_prefill
+from sgl_fp8rl.engine.attention import kv_attention, kv_prefill
 from sgl_fp8rl.ops.paged_prefill import Workspace
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES

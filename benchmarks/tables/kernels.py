@@ -14,7 +14,7 @@ from benchmarks.tables.markdown import (
     table,
     with_share,
 )
-from sgl_fp8rl.gemm.candidates import FLASHINFER, STOCK
+from sgl_fp8rl.engine.gemm.candidates import FLASHINFER, STOCK
 
 Results = Mapping[str, Any]
 STOCK_US = ("stock", "kernel_us")

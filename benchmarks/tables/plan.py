@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.engines.keywords import FULL
 from benchmarks.engines.models import MODELS, config, save_config
 from benchmarks.tables.markdown import grid
-from sgl_fp8rl.plan import command, memory, shape
-from sgl_fp8rl.plan.speed import ARMS
+from sgl_fp8rl.tools.plan import command, memory, shape
+from sgl_fp8rl.tools.plan.speed import ARMS
 
 FLAGS = "--samples 512 --prompt-tokens 1024 --response-tokens 4000 --max-response-tokens 20000"
 NAMES = ("stock-bf16", "fp8rl", "fp8rl-kv8")

@@ -15,8 +15,8 @@ from benchmarks.tables.markdown import (
     table,
     with_ratio,
 )
-from sgl_fp8rl.plan import shape, update_time
 from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS
+from sgl_fp8rl.tools.plan import shape, update_time
 
 NVLINK = "nvlink_ms"
 READERS: dict[str, Callable[[int], tuple[int, float]]] = {

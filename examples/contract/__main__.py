@@ -13,10 +13,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from sgl_fp8rl.integrations import contract
-from sgl_fp8rl.integrations.rollouts import whole_rollout
-from sgl_fp8rl.integrations.updates import next_version
 from trainer_bridge import update
+from trainer_bridge.adapters import contract
+from trainer_bridge.adapters.rollouts import whole_rollout
+from trainer_bridge.adapters.updates import next_version
 from trainer_bridge.rollouts.sampling import check_sampling
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True}

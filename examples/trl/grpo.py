@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from sgl_fp8rl.integrations.trl import attach  # added
+from trainer_bridge.adapters.trl import attach  # added
 
 WORDS = ("ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 PROMPTS = [f"Write {number} even digits :" for number in WORDS]

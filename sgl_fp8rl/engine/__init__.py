@@ -1,0 +1,1 @@
+"""SGLang as the host of our receiver: all that knows SGLang."""

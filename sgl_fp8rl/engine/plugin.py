@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat
 from sgl_fp8rl.after_import import after_import
-from sgl_fp8rl.compat.settings import is_fp8rl, launch_command, resolved
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.engine.quant_name import QuantizationName
-from sgl_fp8rl.engine.wrapping import wrap
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.compat.settings import is_fp8rl, launch_command, resolved
+from sgl_fp8rl.engine.compat.wrapping import wrap
+from sgl_fp8rl.engine.layers.quant_name import QuantizationName
 from sgl_fp8rl.options import export_flags, export_keywords, read_options
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def from_flags(original: Any, cls: Any, given: Namespace) -> Any:
     """
     if getattr(given, "quantization", None) != NAME:
         return original(cls, given)
-    from sgl_fp8rl.engine import activate, arguments
+    from sgl_fp8rl.engine.startup import activate, arguments
 
     try:
         activate.activate()
@@ -108,7 +108,7 @@ def parse_engine_kwargs(**keywords: Any) -> Any:
         raise ValueError(f"Engine got {NAME}_{min(unknown)}, which is not an option of sgl-fp8rl")
     if keywords.get("quantization") != NAME:
         return compat.ServerArgs(**keywords)
-    from sgl_fp8rl.engine import activate, arguments
+    from sgl_fp8rl.engine.startup import activate, arguments
 
     activate.activate()
     current = export_keywords(options)
@@ -126,11 +126,11 @@ def see_engine(original: Any, record: Any, *args: Any, role: str, **keywords: An
         IncompatibleSGLangError: as ``activate``.
         ValueError: the same, or a variable of ours is wrong.
     """
-    from sgl_fp8rl.engine import cpu_platform  # SGLang has resolved its platform
+    from sgl_fp8rl.engine.cpu import cpu_platform  # SGLang has resolved its platform
 
     is_ours = is_fp8rl(record) and role != "detokenizer"  # which has no hook
     if is_ours or (role == "scheduler" and cpu_platform.is_active()):
-        from sgl_fp8rl.engine.activate import activate
+        from sgl_fp8rl.engine.startup.activate import activate
 
         activate()
     if is_ours:

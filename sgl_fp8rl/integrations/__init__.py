@@ -1,1 +1,1 @@
-"""Adapters of RL frameworks: each is imported where its framework is, and imports it."""
+"""Old names of ``trainer_bridge.adapters`` and ``sgl_fp8rl.verl``, for one release."""

@@ -49,8 +49,8 @@ def test_sglang_takes_every_stock_arm_on_hopper_as_it_is_told(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("sglang")
-    from sgl_fp8rl import compat
-    from sgl_fp8rl.compat.settings import resolved
+    from sgl_fp8rl.engine import compat
+    from sgl_fp8rl.engine.compat.settings import resolved
     from tests.sgl_fp8rl import resolving
 
     models.save_config(models.MODELS[model], tmp_path)
@@ -79,7 +79,7 @@ def test_sglang_takes_every_stock_arm_on_hopper_as_it_is_told(
 
 
 def test_the_plugin_serves_every_fp8_kv_cache_of_ours() -> None:
-    from sgl_fp8rl.kv_cache import backends
+    from sgl_fp8rl.engine.attention import backends
 
     for name, stock, given in keywords():
         if "kv_cache_dtype" in given and not stock:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.engines import expert_tiles
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
 
 H200 = "NVIDIA H200"
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kernels import gemm_tables
-from sgl_fp8rl.gemm.candidates import FLASHINFER, STOCK
-from sgl_fp8rl.gemm.command import BUCKETS
-from sgl_fp8rl.gemm.table import FILES, SHIPPED
-from sgl_fp8rl.gemm.tune import Measurement, rows_of
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm.candidates import FLASHINFER, STOCK
+from sgl_fp8rl.engine.gemm.table import FILES, SHIPPED
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.tuning.tune import Measurement, rows_of
+from sgl_fp8rl.tools.tune import BUCKETS
 
 SHAPE = (4096, 4096)
 US = {STOCK: 10.0, FLASHINFER: 8.0, "deep_gemm_split_n": 9.0}

@@ -14,7 +14,7 @@ from benchmarks.kv import attention as kv_attention
 from benchmarks.kv import attention_inputs as inputs_of
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv import prefill
-from sgl_fp8rl.engine import kv_prefill
+from sgl_fp8rl.engine.attention import kv_prefill
 from sgl_fp8rl.ops.paged_prefill import reference
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 

@@ -10,7 +10,7 @@ from benchmarks import sharded, update
 from benchmarks.engines import models, server, weights
 from benchmarks.engines.keywords import ENGINE
 from benchmarks.engines.server import Server
-from sgl_fp8rl.ports import Port
+from sgl_fp8rl.tools.ports import Port
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 

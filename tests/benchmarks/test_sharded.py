@@ -15,7 +15,7 @@ from benchmarks.engines import models, weights
 from benchmarks.run import RESULTS
 from benchmarks.sharded_stock import gathered_buckets, parameters
 from benchmarks.tables.sharded import kernels_ms, trainer_gpus
-from sgl_fp8rl.plan import shape, speed, update_time
+from sgl_fp8rl.tools.plan import shape, speed, update_time
 from tests.trainer_bridge import ranks
 
 SHAPE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=511)

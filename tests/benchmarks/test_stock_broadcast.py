@@ -11,7 +11,7 @@ from benchmarks import update
 from benchmarks.engines import models, stock_push, weights
 from benchmarks.engines.keywords import ENGINE
 from benchmarks.engines.stock_broadcast import BroadcastGroup
-from sgl_fp8rl.ports import Port
+from sgl_fp8rl.tools.ports import Port
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.compat.hook_targets import HARMLESS_UPDATES, NEWER_UPDATES
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.compat.hook_targets import HARMLESS_UPDATES, NEWER_UPDATES
 from tests import run as suites
 from tests.drift.ours import Ours
 from tests.drift.sources import Function, Sources, members
@@ -53,7 +53,7 @@ START = (
 )
 PINS = {"torch": "torch", "flashinfer_python": "FlashInfer", "transformers": "transformers"}
 SECTIONS = {
-    "gone": "name in `sgl_fp8rl/compat` what took its place, and use that",
+    "gone": "name in `sgl_fp8rl/engine/compat` what took its place, and use that",
     "moved": "its class does not define or set it any more, and the files named do, which did not "
     "before. See that objects still have it",
     "unfit": "called in another way, and what is named of ours does not take every call. Change "

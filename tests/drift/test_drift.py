@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_fp8rl import compat
+from sgl_fp8rl.engine import compat
 from tests import run as suites
 from tests.drift import __main__ as drift
 from tests.drift.ours import Ours
@@ -238,7 +238,7 @@ def test_a_wheel_with_changes(
     assert [line for line in text.splitlines() if line.startswith("- ")] == [
         "- `sglang.srt.managers.io_struct`: AbortReq",
         "- `sglang.srt.managers.scheduler.Scheduler.handle_rpc_request`: with `x`: "
-        "sgl_fp8rl/engine/scheduler.py: handle_rpc",
+        "sgl_fp8rl/engine/control/scheduler.py: handle_rpc",
     ]
 
 

@@ -15,8 +15,8 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import host
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control import host
 
 CONTROL = "FP8RL_TEST_CONTROL"
 KEEP_CACHE = "keep_cache"

@@ -20,8 +20,8 @@ from typing import Any
 
 import trainer_bridge
 from sgl_fp8rl.ops.reference import quantize_weight
-from sgl_fp8rl.ports import Port
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
+from sgl_fp8rl.tools.ports import Port
 from tests.engine import forked, models
 from trainer_bridge.engines.engine_client import EngineError, HTTPEngine, connect
 from trainer_bridge.sources.parameters import NamedTensors
@@ -183,7 +183,7 @@ def _run_engine(connection: Connection, options: dict[str, Any]) -> None:
     import sglang
     from fastapi import HTTPException
 
-    from sgl_fp8rl.engine.scheduler import RPC_METHOD
+    from sgl_fp8rl.engine.control.scheduler import RPC_METHOD
 
     engine = sglang.Engine(**options)
 

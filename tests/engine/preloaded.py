@@ -6,4 +6,4 @@ import sglang.srt.managers.detokenizer_manager
 import sglang.srt.managers.scheduler
 import sglang.srt.models.registry  # noqa: F401  it imports every model
 
-import sgl_fp8rl.engine.hooks  # noqa: F401
+import sgl_fp8rl.engine.attention.hooks  # noqa: F401

@@ -12,7 +12,7 @@ import trainer_bridge
 from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
 from sgl_fp8rl.protocol.manifest import Manifest, describe
-from sgl_fp8rl.weight_update.shared_memory import Slot
+from sgl_fp8rl.receiver.writers.shared_memory import Slot
 from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
 from trainer_bridge.engines.engine_client import EngineClient, EngineError

@@ -23,8 +23,8 @@ def install(folder: Path) -> Path:
 
 def register() -> None:
     """Replace the products; ``fp8rl`` has methods of its own."""
-    from sgl_fp8rl import compat
-    from sgl_fp8rl.engine.moe import experts_reference
+    from sgl_fp8rl.engine import compat
+    from sgl_fp8rl.engine.layers.moe import experts_reference
     from sgl_fp8rl.ops.reference import fp8_linear
 
     def linear(

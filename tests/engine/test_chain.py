@@ -40,7 +40,7 @@ def server(
 def test_a_server_follows(server: Server, policies: Policies, tmp_path: Path) -> None:
     """Each version has its weights and its KV scales."""
     publisher = ChainPublisher(tmp_path, server.address)
-    command = [sys.executable, "-m", "sgl_fp8rl.cli", "follow", str(tmp_path), server.address]
+    command = [sys.executable, "-m", "sgl_fp8rl.tools.cli", "follow", str(tmp_path), server.address]
     for version, checkpoint in enumerate(policies("qwen3")[1:3]):
         named = models.named_tensors(checkpoint)
         publisher.publish(named, version=version, run="r", kv_scales=SCALES * (1 + version))

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import trainer_bridge
-from sgl_fp8rl import cli, export
+from sgl_fp8rl.tools import cli, export
 from tests import oracle
 from tests.engine import models, stock_fp8
 from tests.engine.conftest import Policies

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sgl_fp8rl.ports import Port
+from sgl_fp8rl.tools.ports import Port
 from tests.engine.conftest import Policies
 from tests.engine.harness import SMALL, exit_status, tail
 

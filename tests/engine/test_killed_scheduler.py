@@ -21,7 +21,7 @@ from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import BUCKET_BYTES, FORKED, Server
 from tests.engine.serving import assert_serves
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_fsdp import plain_engine
 from tests.trainer_bridge.test_transaction import states
 from trainer_bridge.engines.engine_client import EngineError

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import trainer_bridge
-from sgl_fp8rl.kv_cache.scales import START_V
+from sgl_fp8rl.receiver.kv.scales import START_V
 from tests.engine import models
 from tests.engine.harness import FORKED, EngineProcess, Server
 from trainer_bridge.engines.engine_client import EngineError

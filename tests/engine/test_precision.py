@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import cli
 from sgl_fp8rl.formats import CHOICES
-from sgl_fp8rl.sensitivity import command, fake_quant
-from sgl_fp8rl.sensitivity.groups import fp8_groups
+from sgl_fp8rl.tools import cli
+from sgl_fp8rl.tools.precision import command, fake_quant
+from sgl_fp8rl.tools.precision.groups import fp8_groups
 from tests.engine import models
 from tests.engine.harness import EngineProcess
 from tests.engine.hf_oracle import mean_difference

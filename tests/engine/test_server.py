@@ -27,9 +27,7 @@ import pytest
 import torch
 
 import trainer_bridge
-from sgl_fp8rl import compat
-from sgl_fp8rl.integrations import contract
-from sgl_fp8rl.integrations.updates import next_version
+from sgl_fp8rl.engine import compat
 from sgl_fp8rl.protocol import framing
 from tests.engine import models
 from tests.engine.conftest import Policies
@@ -56,6 +54,8 @@ from tests.engine.serving import (
     update,
     version_of,
 )
+from trainer_bridge.adapters import contract
+from trainer_bridge.adapters.updates import next_version
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.rank_client import RankClients
 from trainer_bridge.updates.update import RUN

@@ -7,11 +7,11 @@ import pytest
 
 from examples.contract import __main__ as example
 from examples.trl import tiny_model
-from sgl_fp8rl.integrations.contract import ContractError
 from tests.engine import expected
 from tests.engine.harness import FORKED, Server
 from tests.engine.test_updates import sha256
 from tests.examples.test_demo import run
+from trainer_bridge.adapters.contract import ContractError
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

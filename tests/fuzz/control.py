@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import control as control_module
-from sgl_fp8rl.engine import control_route, host
-from sgl_fp8rl.engine import scheduler as scheduler_module
-from sgl_fp8rl.engine.attached import attach
-from sgl_fp8rl.engine.control import Control
-from sgl_fp8rl.engine.scheduler_rpc import ControlError
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control import control as control_module
+from sgl_fp8rl.engine.control import control_route, host
+from sgl_fp8rl.engine.control import scheduler as scheduler_module
+from sgl_fp8rl.engine.control.attached import attach
+from sgl_fp8rl.engine.control.control import Control
+from sgl_fp8rl.engine.control.scheduler_rpc import ControlError
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
-from sgl_fp8rl.weight_update import update_steps
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
-from sgl_fp8rl.weight_update.rank_server import Outcome
+from sgl_fp8rl.receiver import update_steps
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
+from sgl_fp8rl.receiver.rank_server import Outcome
 from tests.fuzz.decoder import Decoder, to_json
 from tests.fuzz.memory import SHAPES, engine
-from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.receiver import toy
 
 MANIFEST = describe(
     ((name, toy.torch.ones(shape, dtype=toy.BF16)) for name, shape in SHAPES.items()), 256

@@ -16,13 +16,13 @@ from sgl_fp8rl.protocol.framing import FramingError
 from sgl_fp8rl.protocol.manifest import Manifest, describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update import shared_memory
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
-from sgl_fp8rl.weight_update.rank_server import serve
-from sgl_fp8rl.weight_update.shared_memory import SharedMemory, SharedMemoryError
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
+from sgl_fp8rl.receiver.rank_server import serve
+from sgl_fp8rl.receiver.writers import shared_memory
+from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory, SharedMemoryError
 from tests.fuzz.decoder import Decoder, parse, to_frames
 from tests.fuzz.frames import arrived
-from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.receiver import toy
 
 HALF = 256
 """Bytes of a chunk: one of the two tensors."""

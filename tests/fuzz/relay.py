@@ -11,12 +11,12 @@ from typing import Any
 
 from sgl_fp8rl.protocol.framing import FramingError
 from sgl_fp8rl.protocol.host_memory import HostMemory
-from sgl_fp8rl.weight_update import rank_server
-from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_changes import SessionChanges
-from sgl_fp8rl.weight_update.relay_door import Door
-from sgl_fp8rl.weight_update.relay_memory import RelayMemory
-from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
+from sgl_fp8rl.receiver import rank_server
+from sgl_fp8rl.receiver.relay.changes import SessionChanges
+from sgl_fp8rl.receiver.relay.door import Door
+from sgl_fp8rl.receiver.relay.memory import RelayMemory
+from sgl_fp8rl.receiver.relay.ranks import RelayRanks
+from sgl_fp8rl.receiver.relay.relay import Relay
 from tests.fuzz.decoder import Decoder, to_frames
 from tests.fuzz.frames import TIMEOUT_S, arrived
 from trainer_bridge.engines.engine_client import EngineError

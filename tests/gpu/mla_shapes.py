@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl.gemm.table import FILES
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm.table import FILES
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
 from tests.gpu.policies import Shape
 
 LATENT, NOPE, ROPE, VALUES = 512, 128, 64, 128

@@ -398,7 +398,7 @@ def test_bytes_are_sglangs(device: str, shape: tuple[int, int]) -> None:
 
 @needs_sglang
 def test_bytes_are_sglangs_for_what_is_no_ordinary_number(device: str) -> None:
-    from sgl_fp8rl import compat
+    from sgl_fp8rl.engine import compat
 
     x = planted().to(device)
     if compat.sglang_version() != "0.5.17":

@@ -15,9 +15,9 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.states import State
 from tests import delta_oracle
 from tests.gpu.conftest import INTERPRETED
-from tests.sgl_fp8rl.kv_cache import test_updates as with_kv
-from tests.sgl_fp8rl.weight_update import test_changes, toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.kv import test_updates as with_kv
+from tests.sgl_fp8rl.receiver import test_changes, toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.connections import connection_to

@@ -16,9 +16,9 @@ from sgl_fp8rl.ops.delta_scatter_triton import Scatter, _scatter
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Status
 from sgl_fp8rl.protocol.chunks import ALIGNMENT
-from sgl_fp8rl.weight_update import triton_writer
+from sgl_fp8rl.receiver.writers import triton_writer
 from tests.gpu.conftest import INTERPRETED
-from tests.sgl_fp8rl.weight_update import fake_gpu, test_changes, toy
+from tests.sgl_fp8rl.receiver import fake_gpu, test_changes, toy
 
 gpu = fake_gpu.gpu
 

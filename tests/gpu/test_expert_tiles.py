@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import compat
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm import expert_tiles, experts
+from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape, Tiles
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.tuning import expert_bench_inputs, expert_tune
+from sgl_fp8rl.engine.tuning.bench_inputs import cuda_graph_us
+from sgl_fp8rl.engine.tuning.expert_bench_inputs import GEMMS, ExpertBenchInputs
+from sgl_fp8rl.engine.tuning.tune import ERROR_BOUND
 from sgl_fp8rl.formats import BLOCK_FP8
-from sgl_fp8rl.gemm import command, expert_bench_inputs, expert_tiles, expert_tune, experts
-from sgl_fp8rl.gemm.bench_inputs import cuda_graph_us
-from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs
-from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Tiles
-from sgl_fp8rl.gemm.tune import ERROR_BOUND
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.tools import tune as command
 from tests import experts_fakes
 from tests.activation_oracle import rows
 from tests.gpu.conftest import INTERPRETED

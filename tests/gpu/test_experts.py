@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import compat
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm import expert_tiles, experts, grouped_experts
+from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape, Pair, Tiles
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS
 from sgl_fp8rl.formats.weight_format import WeightFormat
-from sgl_fp8rl.gemm import expert_tiles, experts, grouped_experts
-from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
-from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops import activation, activation_triton
 from sgl_fp8rl.ops.activation import Quantized, attach, attached
 from sgl_fp8rl.ops.reference import FP8_DTYPE

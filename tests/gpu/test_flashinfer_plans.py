@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
+from sgl_fp8rl.engine.attention.flashinfer_plans import wait_for_copy
 
 BATCH, HEADS, GROUP, DIM = 8, 4, 4, 128
 CONTEXTS = (2048, 256)

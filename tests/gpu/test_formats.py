@@ -176,7 +176,7 @@ def test_sglangs_gemm_is_the_oracles(
 ) -> None:
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.engine.linear import METHODS
+    from sgl_fp8rl.engine.layers.linear import METHODS
 
     random = torch.Generator().manual_seed(M)
     weight = torch.randn(shape, generator=random) * torch.exp2(torch.arange(shape[0]) % 5)[:, None]

@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
-from sgl_fp8rl.engine.linear import METHODS
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm import dispatch
+from sgl_fp8rl.engine.gemm.candidates import CANDIDATES, STOCK
+from sgl_fp8rl.engine.gemm.dispatch import Choices
+from sgl_fp8rl.engine.gemm.table import Entry
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.layers.linear import METHODS
+from sgl_fp8rl.engine.startup.deep_gemm import compiling_only_what_runs
+from sgl_fp8rl.engine.tuning import bench_inputs, quick_tune, tune
+from sgl_fp8rl.engine.tuning.bench_inputs import BenchInputs, cuda_graph_us
+from sgl_fp8rl.engine.tuning.quick_tune import find
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS
 from sgl_fp8rl.formats.padding import Shard, fit
 from sgl_fp8rl.formats.weight_format import WeightFormat
-from sgl_fp8rl.gemm import bench_inputs, dispatch, quick_tune, tune
-from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
-from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK
-from sgl_fp8rl.gemm.dispatch import Choices
-from sgl_fp8rl.gemm.quick_tune import find
-from sgl_fp8rl.gemm.table import Entry
-from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops.reference import fp8_linear
 
 SHAPES = [(2048, 1024), (2176, 384), (24576, 4096)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sgl_fp8rl.engine.linear import keep_storage
+from sgl_fp8rl.engine.layers.linear import keep_storage
 from tests.gpu.engines import (
     BUCKET_BYTES,
     digest_of,

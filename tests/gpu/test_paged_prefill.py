@@ -11,7 +11,7 @@ import torch
 from benchmarks.kv import attention_inputs as inputs_of
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv import prefill as benchmark
-from sgl_fp8rl.engine.kv_prefill import fa3
+from sgl_fp8rl.engine.attention.kv_prefill import fa3
 from sgl_fp8rl.ops.paged_prefill import Workspace, attend
 from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 from tests.attention_oracle import Case, Step, draw, errors, exact, with_powers_of_two

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sgl_fp8rl import cli
+from sgl_fp8rl.tools import cli
 from tests.engine import models
 from tests.gpu.conftest import INTERPRETED
 

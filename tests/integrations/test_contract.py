@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from sgl_fp8rl.integrations.contract import (
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from tests.trainer_bridge import ranks
+from tests.trainer_bridge.test_update import engine_of, holds
+from trainer_bridge import EngineError, update
+from trainer_bridge.adapters.contract import (
     ContractError,
     Pairs,
     check_engine,
@@ -20,12 +25,7 @@ from sgl_fp8rl.integrations.contract import (
     check_updates,
     check_weights,
 )
-from sgl_fp8rl.integrations.updates import next_version
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
-from tests.trainer_bridge import ranks
-from tests.trainer_bridge.test_update import engine_of, holds
-from trainer_bridge import EngineError, update
+from trainer_bridge.adapters.updates import next_version
 
 pytestmark = pytest.mark.timeout(60)
 TENSORS = toy.checkpoint()

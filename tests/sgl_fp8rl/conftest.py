@@ -22,7 +22,7 @@ Publish = Callable[..., None]
 def _no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no test put the hooks of an engine on in this process, which they would all have then."""
     if "sglang" in sys.modules:
-        monkeypatch.setattr("sgl_fp8rl.engine.activate.activate", lambda: None)
+        monkeypatch.setattr("sgl_fp8rl.engine.startup.activate.activate", lambda: None)
 
 
 @pytest.fixture

@@ -24,11 +24,10 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import QUANTIZATION_CHOICES, prepare_server_args
 from sglang.srt.utils import common
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.engine import plugin
-from sgl_fp8rl.engine.quant_config import FP8RLConfig
+from sgl_fp8rl.engine import compat, plugin
+from sgl_fp8rl.engine.compat.settings import resolved
+from sgl_fp8rl.engine.layers.quant_config import FP8RLConfig
 
 Capability = tuple[int, int]
 HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import cli, compat
-from sgl_fp8rl.gemm import command
-from sgl_fp8rl.gemm.expert_tiles import ExpertShape
-from sgl_fp8rl.kv_cache import kv_report
-from sgl_fp8rl.layers import read_layers, render_layers
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape
+from sgl_fp8rl.tools import cli, kv_report
+from sgl_fp8rl.tools import tune as command
+from sgl_fp8rl.tools.layers import read_layers, render_layers
 from tests.engine.models import make_checkpoint
-from tests.sgl_fp8rl.kv_cache.test_kv_report import PNG_SIGNATURE, a_reply
+from tests.sgl_fp8rl.kv.test_kv_report import PNG_SIGNATURE, a_reply
 
 LAYERS: list[dict[str, Any]] = [
     {
@@ -74,7 +74,7 @@ def test_a_path_without_a_model_ends_in_a_sentence(monkeypatch: pytest.MonkeyPat
     def start(model: str, tp_size: int) -> Any:
         raise OSError("Repo id must be in the form ...")
 
-    monkeypatch.setattr("sgl_fp8rl.layers.dummy_engine", start)
+    monkeypatch.setattr("sgl_fp8rl.tools.layers.dummy_engine", start)
     with pytest.raises(SystemExit, match="sgl-fp8rl layers /absent: Repo id"):
         cli.main(["layers", "/absent"])
     with pytest.raises(SystemExit, match="sgl-fp8rl tune /absent: Repo id"):
@@ -218,9 +218,9 @@ def test_kv_report_faults_are_sentences(tmp_path: Path) -> None:
 
 LAYERS_THEN_TILES = """
 import sys
-from sgl_fp8rl import cli
-from sgl_fp8rl.gemm import expert_tiles
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.tools import cli
+from sgl_fp8rl.engine.gemm import expert_tiles
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
 
 code = cli.main(sys.argv[1:])
 experts = expert_tiles.ExpertShape(4, 256, 128, 2)

@@ -13,20 +13,21 @@ import pytest
 import torch
 from fastapi import FastAPI, Request
 
-from sgl_fp8rl import compat
+from sgl_fp8rl.engine import compat
 from tests.sgl_fp8rl.sglang_uses import Use, Uses, fields_of, is_ours
 from tests.test_imports import PACKAGES, ROOT
 
 ENGINE = "sgl_fp8rl/engine/"
-KNOWS_SGLANG = (ENGINE, "sgl_fp8rl/gemm/", "sgl_fp8rl/kv_cache/")
-"""What these read of SGLang's objects is named in ``compat``."""
+"""What it reads of SGLang's objects is named in ``compat``."""
+COMPAT = f"{ENGINE}compat/"
+"""Looks it up."""
 NOT_SGLANG = {
     # transformers' modules; tests/test_imports.py shows that no SGLang is loaded
-    "sgl_fp8rl/sensitivity/": r"(module|decoder|head)\..*",
+    "sgl_fp8rl/tools/precision/": r"(module|decoder|head)\..*",
     # the training frameworks' own objects
-    "sgl_fp8rl/integrations/slime.py": r"actor\.UpdateWeightFromDistributed",
-    "sgl_fp8rl/integrations/trl.py": r"(self\._)?trainer\..*|kept\[name\]\.append",
-    "sgl_fp8rl/integrations/verl/": r"(object\.__setattr__\()?config\b.*|output\..*|fields\[.*",
+    "trainer_bridge/adapters/slime.py": r"actor\.UpdateWeightFromDistributed",
+    "trainer_bridge/adapters/trl.py": r"(self\._)?trainer\..*|kept\[name\]\.append",
+    "sgl_fp8rl/verl/": r"(object\.__setattr__\()?config\b.*|output\..*|fields\[.*",
     # torch's, and modules of transformers
     "trainer_bridge/fp8/engine_norms.py": r"norm\.__class__",
     "trainer_bridge/kv/fp8_attention.py": r"ctx\.scale|setattr\(module, .*FAKE_QUANTIZED, kv\)",
@@ -98,7 +99,11 @@ def unnamed(uses: Mapping[str, Uses]) -> set[str]:
         use
         for path, each in uses.items()
         for use in each.reads
-        if path.startswith(KNOWS_SGLANG) and is_new(use) and use.name and use.name not in general
+        if path.startswith(ENGINE)
+        and not path.startswith(COMPAT)
+        and is_new(use)
+        and use.name
+        and use.name not in general
     ]
     return {use.code for use in (*written, *read)}
 
@@ -160,7 +165,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("code", WRITES)
-@pytest.mark.parametrize("folder", ["sgl_fp8rl/engine", "sgl_fp8rl/kv_cache", "trainer_bridge"])
+@pytest.mark.parametrize("folder", ["sgl_fp8rl/engine", "sgl_fp8rl/receiver", "trainer_bridge"])
 def test_a_planted_write_is_found(folder: str, code: str) -> None:
     uses = uses_of({f"{folder}/planted.py": ast.parse(HOOK + code)})
     found = unnamed(uses) if folder == "sgl_fp8rl/engine" else elsewhere(uses)
@@ -189,7 +194,7 @@ def test_our_own_objects_are_not_sglangs(code: str) -> None:
     assert elsewhere(uses_of({"trainer_bridge/planted.py": planted})) == set()
 
 
-@pytest.mark.parametrize("folder", ["sgl_fp8rl/engine", "sgl_fp8rl/gemm"])
+@pytest.mark.parametrize("folder", ["sgl_fp8rl/engine", "sgl_fp8rl/engine/gemm"])
 @pytest.mark.parametrize(
     "code",
     [

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sgl_fp8rl import ports
-from sgl_fp8rl.dummy_engine import dummy_engine
-from sgl_fp8rl.ports import Port
+from sgl_fp8rl.tools import ports
+from sgl_fp8rl.tools.dummy_engine import dummy_engine
+from sgl_fp8rl.tools.ports import Port
 
 
 class Engine:

@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sgl_fp8rl import cli, export
-from sgl_fp8rl.engine import export as engine_export
-from sgl_fp8rl.engine import host, scheduler
-from sgl_fp8rl.engine.export import _assemble
+from sgl_fp8rl.engine.control import export as engine_export
+from sgl_fp8rl.engine.control import host, scheduler
+from sgl_fp8rl.engine.control.export import _assemble
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.checkpoint_headers import INDEX
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter
-from sgl_fp8rl.weight_update.routes import Route, RouteTable
-from tests.sgl_fp8rl.weight_update.fake_host import Exchange, FakeHost
+from sgl_fp8rl.receiver.checkpoint_files import CheckpointWriter
+from sgl_fp8rl.receiver.routes.routes import Route, RouteTable
+from sgl_fp8rl.tools import cli, export
+from tests.sgl_fp8rl.receiver.fake_host import Exchange, FakeHost
 
 MATRIX, HEAD, NORM = "model.layers.0.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"
 

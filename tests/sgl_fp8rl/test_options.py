@@ -80,18 +80,18 @@ MAY_NAME_VARIABLES = {
     "server_args/args.py": "makes options of them",
     "sgl_fp8rl/engine/plugin.py": "has what a command line leaves out filled in",
     "trainer_bridge/engines/engine_client.py": "reads a trainer's only one, the key",
-    "sgl_fp8rl/doctor/installation.py": "says which of them no option reads",
-    "sgl_fp8rl/engine/internal_requests.py": "names SGLang's warm-up, not a variable",
+    "sgl_fp8rl/tools/doctor/installation.py": "says which of them no option reads",
+    "sgl_fp8rl/engine/control/internal_requests.py": "names SGLang's warm-up, not a variable",
 }
 ENTRIES = {
     ("sgl_fp8rl/options.py", "read_options"),
-    ("sgl_fp8rl/engine/activate.py", "check_scheduler_args"),
-    ("sgl_fp8rl/engine/quant_config.py", "FP8RLConfig.__init__"),
-    ("sgl_fp8rl/engine/loader.py", "choose_loader"),
-    ("sgl_fp8rl/engine/kv_setup.py", "with_token_scales"),
-    ("sgl_fp8rl/integrations/verl/server.py", "_our_arguments.Arguments.__new__"),
-    ("sgl_fp8rl/engine/control.py", "Control.__init__"),
-    ("sgl_fp8rl/cli.py", "_tune"),
+    ("sgl_fp8rl/engine/startup/activate.py", "check_scheduler_args"),
+    ("sgl_fp8rl/engine/layers/quant_config.py", "FP8RLConfig.__init__"),
+    ("sgl_fp8rl/engine/startup/loader.py", "choose_loader"),
+    ("sgl_fp8rl/engine/startup/kv_setup.py", "with_token_scales"),
+    ("sgl_fp8rl/verl/server.py", "_our_arguments.Arguments.__new__"),
+    ("sgl_fp8rl/engine/control/control.py", "Control.__init__"),
+    ("sgl_fp8rl/tools/cli.py", "_tune"),
 }
 """Where a process enters our code; ``sgl_fp8rl/options.py`` says what each hands on."""
 

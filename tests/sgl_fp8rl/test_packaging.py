@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_fp8rl import compat
+from sgl_fp8rl.engine import compat
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"server_args", "sgl_fp8rl", "trainer_bridge"}
@@ -60,10 +60,10 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     parser = configparser.ConfigParser(delimiters=("=",))
     parser.read_string(dist_info(wheel, "entry_points.txt"))
     assert {section: dict(parser[section]) for section in parser.sections()} == {
-        "console_scripts": {"sgl-fp8rl": "sgl_fp8rl.cli:main"},
+        "console_scripts": {"sgl-fp8rl": "sgl_fp8rl.tools.cli:main"},
         "sglang.srt.plugins": {"fp8rl": "sgl_fp8rl.engine.plugin:register"},
-        "sglang.srt.platforms": {"fp8rl_cpu": "sgl_fp8rl.engine.cpu_platform:activate"},
-        "verl.plugins": {"fp8rl": "sgl_fp8rl.integrations.verl.plugin"},
+        "sglang.srt.platforms": {"fp8rl_cpu": "sgl_fp8rl.engine.cpu.cpu_platform:activate"},
+        "verl.plugins": {"fp8rl": "sgl_fp8rl.verl.plugin"},
     }
 
 

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from sgl_fp8rl import ports
-from sgl_fp8rl.ports import Port
+from sgl_fp8rl.tools import ports
+from sgl_fp8rl.tools.ports import Port
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sgl_fp8rl.doctor import installation
-from sgl_fp8rl.doctor.check import Check
-from sgl_fp8rl.integrations import seams
-from sgl_fp8rl.integrations.seams import Framework
+from sgl_fp8rl.tools.doctor import installation, seams
+from sgl_fp8rl.tools.doctor.check import Check
+from sgl_fp8rl.tools.doctor.seams import Framework
 from tests.integrations.slime import frameworks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,12 +207,14 @@ def test_the_tested_version_has_every_symbol(name: str) -> None:
     assert len(seams.missing_symbols(gone.symbols)) == len(framework.symbols)
 
 
-ADAPTERS = {"trl": "trl.py", "verl": "verl/*.py", "slime": "slime.py", "miles": "slime.py"}
+OF_TRL = "trainer_bridge/adapters/trl.py"
+OF_SLIME = "trainer_bridge/adapters/slime.py"
+ADAPTERS = {"trl": OF_TRL, "verl": "sgl_fp8rl/verl/*.py", "slime": OF_SLIME, "miles": OF_SLIME}
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_the_adapters_use_what_is_looked_for(name: str) -> None:
-    files = (ROOT / "sgl_fp8rl" / "integrations").glob(ADAPTERS[name])
+    files = ROOT.glob(ADAPTERS[name])
     words = set(re.findall(r"\w+", "".join(file.read_text() for file in files)))
     used = {re.split(r"[:.]", symbol)[-1] for symbol in seams.FRAMEWORKS[name].symbols}
     assert len(used) > 4 and used <= words
@@ -225,7 +226,7 @@ OF_TRANSFORMERS = {"accelerator", "add_callback", "args", "model", "state"}
 
 def test_what_the_adapter_of_trl_uses_is_looked_for() -> None:
     """All that it reads or sets of a trainer, its options and its backend."""
-    tree = ast.parse((ROOT / "sgl_fp8rl" / "integrations" / "trl.py").read_text())
+    tree = ast.parse((ROOT / OF_TRL).read_text())
     owners = ("trainer", "self._trainer", "args", "sharding")
     used = {
         node.attr

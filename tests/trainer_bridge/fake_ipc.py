@@ -18,9 +18,10 @@ import torch
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.host_memory import HostMemory
-from sgl_fp8rl.weight_update import engine_weights, shared_memory, triton_writer
-from sgl_fp8rl.weight_update.triton_writer import TritonWriter
-from tests.sgl_fp8rl.weight_update.fake_gpu import (
+from sgl_fp8rl.receiver import engine_weights
+from sgl_fp8rl.receiver.writers import shared_memory, triton_writer
+from sgl_fp8rl.receiver.writers.triton_writer import TritonWriter
+from tests.sgl_fp8rl.receiver.fake_gpu import (
     FakeDeviceMemory,
     FakeEvent,
     Interpreter,

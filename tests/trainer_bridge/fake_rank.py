@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol import framing
-from sgl_fp8rl.weight_update.shared_memory import SharedMemory
+from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory
 
 JOIN_S = 20.0
 TOKEN = "the session's token"

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from sgl_fp8rl.protocol.states import State
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_engine_client import Server
 from tests.trainer_bridge.test_update import holds
 from trainer_bridge.engines.engine_client import EngineError

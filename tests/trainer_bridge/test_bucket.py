@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_memory import RelayMemory
-from sgl_fp8rl.weight_update.shared_memory import SharedMemory
+from sgl_fp8rl.receiver.relay.memory import RelayMemory
+from sgl_fp8rl.receiver.relay.relay import Relay
+from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory
 from tests.trainer_bridge import fake_ipc
 from tests.trainer_bridge.fake_rank import TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge.engines.engine_client import EngineError

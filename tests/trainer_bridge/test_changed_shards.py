@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from sgl_fp8rl.protocol.host_memory import HostMemory
-from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import fake_ipc, ranks
 from tests.trainer_bridge.test_placed_shards import (
     COLLECTIVE_TIMEOUT_S,

@@ -11,8 +11,8 @@ import pytest
 
 import trainer_bridge
 from sgl_fp8rl.protocol.policy import Policy
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up
 from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge.session import connections as connection_module

@@ -20,8 +20,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.manifest import ManifestError
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import toy_model, toy_trainer
 from tests.trainer_bridge.test_update import holds

@@ -15,12 +15,12 @@ from sgl_fp8rl.ops.delta import apply
 from sgl_fp8rl.protocol import framing, image
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update import rank_server
-from sgl_fp8rl.weight_update.relay_changes import SessionChanges
-from sgl_fp8rl.weight_update.relay_door import MOST_STRANGERS
-from sgl_fp8rl.weight_update.session import Session
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from sgl_fp8rl.receiver import rank_server
+from sgl_fp8rl.receiver.relay.changes import SessionChanges
+from sgl_fp8rl.receiver.relay.door import MOST_STRANGERS
+from sgl_fp8rl.receiver.session import Session
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import participant, transaction
 from trainer_bridge.session.connections import connection_to

@@ -11,9 +11,9 @@ import torch
 
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.states import State
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
-from tests.sgl_fp8rl.weight_update.fake_gpu import FakeDeviceMemory
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from trainer_bridge.engines.engine_client import EngineError

@@ -7,12 +7,12 @@ import pytest
 
 from sgl_fp8rl.protocol import nixl_memory
 from sgl_fp8rl.protocol.nixl_memory import Writer
-from sgl_fp8rl.weight_update.relay_memory import RelayMemory
+from sgl_fp8rl.receiver.relay.memory import RelayMemory
 from tests.fuzz.decoder import to_frames
 from tests.fuzz.frames import arrived
 from tests.fuzz.relay import BUCKET, CHUNK, threadless
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, hang_up, holds, remote_engine
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.updates.update import update

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.tensor import DTensor
 
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left
 from tests.trainer_bridge.test_far_engine import (

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
 from trainer_bridge.engines.engine_client import EngineError

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sgl_fp8rl.protocol.states import State
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from trainer_bridge.sources.parameters import Source
 from trainer_bridge.transfer.packer import HostPacker

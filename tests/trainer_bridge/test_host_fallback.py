@@ -14,10 +14,10 @@ import torch
 from sgl_fp8rl.protocol import cuda_driver, cuda_memory
 from sgl_fp8rl.protocol.cuda_memory import Handle
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.shared_memory import Bucket, SharedMemory, SharedMemoryError
+from sgl_fp8rl.receiver.writers.shared_memory import Bucket, SharedMemory, SharedMemoryError
 from tests.sgl_fp8rl.protocol.test_cuda_memory import GPU, FakeDriver
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_update import holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import transaction

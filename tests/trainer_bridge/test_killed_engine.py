@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_update import SMALL, engine_of

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from sgl_fp8rl.protocol.policy import Policy
-from sgl_fp8rl.weight_update import rank_server
-from tests.sgl_fp8rl.weight_update import toy
+from sgl_fp8rl.receiver import rank_server
+from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_gathering import distributed

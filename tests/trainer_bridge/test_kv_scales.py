@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from sgl_fp8rl.kv_cache import kv_stats
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales
 from sgl_fp8rl.protocol.kv_schema import E4M3, INT8, KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
+from sgl_fp8rl.receiver.kv import kv_stats
+from sgl_fp8rl.receiver.kv.scales import Heads, KVScales
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from tests.trainer_bridge.test_fsdp import failure, run
 from trainer_bridge.kv.kv_calibrator import KVCalibrator

@@ -10,8 +10,8 @@ from torch import nn
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.sources import tied_head
 from trainer_bridge.updates.update import update

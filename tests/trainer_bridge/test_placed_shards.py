@@ -21,12 +21,12 @@ from sgl_fp8rl.protocol.cuda_memory import Handle
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
-from sgl_fp8rl.weight_update.session import Session
-from sgl_fp8rl.weight_update.shared_memory import SharedMemory
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
-from tests.sgl_fp8rl.weight_update.fake_gpu import span_of
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
+from sgl_fp8rl.receiver.session import Session
+from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver.fake_gpu import span_of
 from tests.trainer_bridge import fake_ipc, ranks
 from trainer_bridge.ranks.collective import Leader
 from trainer_bridge.session.connections import connection_to

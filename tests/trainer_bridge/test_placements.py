@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import fake_ipc, ranks
 from tests.trainer_bridge.test_gathering import Engine
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, mapped_bytes

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import fake_ipc
 from tests.trainer_bridge.test_placed_shards import GpuEngine
 from trainer_bridge.transfer.packer import QuantizePacker

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import CHECKPOINT
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_fsdp import failure, run, toy_trainer
 from tests.trainer_bridge.test_transaction import Dead, dead_engine, serves, states
 from tests.trainer_bridge.test_update import Cut, engine_of

@@ -16,9 +16,9 @@ from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from tests import oracle
-from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import fake_ipc, ranks
 from tests.trainer_bridge.test_close import looping
 from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch

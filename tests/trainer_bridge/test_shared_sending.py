@@ -21,9 +21,9 @@ from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import SLOTS
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
-from tests.sgl_fp8rl.weight_update.fake_gpu import FakeDeviceMemory
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_far_engine import (

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from sgl_fp8rl.protocol.states import State
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.served import left
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, remote_engine, step
 from tests.trainer_bridge.test_transaction import states

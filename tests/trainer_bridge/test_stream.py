@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_transaction import Dead
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError

@@ -15,10 +15,10 @@ import torch
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update import rank_server
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from sgl_fp8rl.receiver import rank_server
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.rollouts.serving_engines import serving_engines

@@ -17,9 +17,9 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge.clock import Clock
 from trainer_bridge.engines.engine_client import EngineError
@@ -544,7 +544,7 @@ def test_a_rank_that_no_trainer_can_reach(monkeypatch: pytest.MonkeyPatch) -> No
         return {**begun, "sockets": [begun["sockets"][0], begun["sockets"][1] + "x"]}
 
     monkeypatch.setattr(engine, "_begin", second_is_elsewhere)
-    monkeypatch.setattr("sgl_fp8rl.weight_update.rank_server.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("sgl_fp8rl.receiver.rank_server.CONNECT_TIMEOUT_S", 0.5)
     fails(engine, toy.checkpoint(), "one host.*same user")
     assert {w.state for w in engine.ranks} == {State.SERVING}
     monkeypatch.setattr(engine, "_begin", begin)

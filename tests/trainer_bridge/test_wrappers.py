@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from sgl_fp8rl.protocol.manifest import ManifestError
-from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import moe_models, ranks
 from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, plain_engine
 from tests.trainer_bridge.test_hf_names import saved, streamed

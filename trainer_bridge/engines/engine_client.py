@@ -47,7 +47,7 @@ class EngineClient(Protocol):
     def control(
         self, message: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
     ) -> dict[str, Any]:
-        """Send one control message (``sgl_fp8rl.engine.control``) and return its reply.
+        """Send one control message (``sgl_fp8rl.engine.control.control``) and return its reply.
 
         Args:
             timeout_s: seconds to wait for the reply.

@@ -15,7 +15,7 @@ from trainer_bridge.kv import attention_hooks
 
 
 class FakeQuantizedE4M3:
-    """The scales of a layer's K and V, and attention under them; see ``sgl_fp8rl.kv_cache.scales``.
+    """The scales of a layer's K and V, and attention under them; see ``receiver/kv/scales.py``.
 
     As in the engine, attention computes with the codes, which BF16 and FP32 hold exactly, and the
     scales are factors of the softmax and of the result.

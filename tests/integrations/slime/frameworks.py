@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sgl_fp8rl.integrations import slime as ours
+from trainer_bridge.adapters import slime as ours
 
 Pairs = Iterator[tuple[str, torch.Tensor]]
 BUFFER_BYTES = 200_000

@@ -11,16 +11,16 @@ import torch.distributed as dist
 import yaml
 
 import trainer_bridge
-from sgl_fp8rl.integrations import slime as ours
-from sgl_fp8rl.integrations.contract import check_refusals, check_resume, check_updates
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
 from tests.integrations.slime import frameworks
 from tests.integrations.slime.frameworks import from_first_rank, options
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
+from trainer_bridge.adapters import slime as ours
+from trainer_bridge.adapters.contract import check_refusals, check_resume, check_updates
 
 ROOT = Path(__file__).parents[3]
 COLLECTIVE_TIMEOUT_S = 60.0

@@ -8,10 +8,10 @@ import pytest
 
 from examples.trl import tiny_model
 from examples.trl.tiny_model import END
-from sgl_fp8rl.integrations import trl as adapter
 from sgl_fp8rl.protocol.policy import Policy
 from tests.integrations.trl import tiny
 from trainer_bridge import UpdateResult
+from trainer_bridge.adapters import trl as adapter
 from trainer_bridge.session.connections import connection_to
 
 Make = Callable[..., Any]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from sgl_fp8rl.integrations import trl as adapter
 from tests.engine import models
 from tests.integrations.trl.conftest import FakeEngine, Make
 from tests.integrations.trl.tiny import LORA, is_merged, merged_by_hand, same, weights_of
+from trainer_bridge.adapters import trl as adapter
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.sources.parameters import named_tensors
 

@@ -10,12 +10,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.trl.tiny_model import END
-from sgl_fp8rl.integrations import trl as adapter
-from sgl_fp8rl.integrations.rollouts import LOGGED
 from tests.engine.harness import ROOT
 from tests.integrations.trl import tiny
 from tests.integrations.trl.conftest import FakeEngine, Make
 from tests.integrations.trl.tiny import steps_of
+from trainer_bridge.adapters import trl as adapter
+from trainer_bridge.adapters.rollouts import LOGGED
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.metrics import alarms
 
@@ -341,11 +341,11 @@ def test_the_best_checkpoint_is_sent_before_it_is_evaluated(make: Make, engine: 
 
 
 def test_without_trl_the_import_says_what_to_install() -> None:
-    code = "import sys; sys.modules['trl'] = None\nimport sgl_fp8rl.integrations.trl"
+    code = "import sys; sys.modules['trl'] = None\nimport trainer_bridge.adapters.trl"
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     last = child.stderr.strip().splitlines()[-1]
     assert child.returncode != 0
-    assert last.startswith("ImportError: sgl_fp8rl.integrations.trl")
+    assert last.startswith("ImportError: trainer_bridge.adapters.trl")
     assert "run pip install 'trl>=1.16'" in last

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.integrations.contract import CHANGING, check_refusals, check_resume, check_updates
-from sgl_fp8rl.integrations.trl import attach
 from tests.engine import models
 from tests.integrations.trl import conftest
 from tests.integrations.trl.conftest import Make
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from trainer_bridge.adapters.contract import CHANGING, check_refusals, check_resume, check_updates
+from trainer_bridge.adapters.trl import attach
 
 pytestmark = pytest.mark.timeout(120)
 

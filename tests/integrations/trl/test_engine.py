@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from sgl_fp8rl.integrations import trl as adapter
 from tests.engine import expected, models
 from tests.engine.harness import FORKED, ROOT, START_TIMEOUT_S, Server, end_group, tail
 from tests.integrations.trl import tiny
@@ -26,6 +25,7 @@ from tests.integrations.trl.tiny import (
     weights_of,
 )
 from trainer_bridge import Rollout, UpdateResult
+from trainer_bridge.adapters import trl as adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(START_TIMEOUT_S + 120)]
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.integrations import trl as adapter
 from tests.integrations.trl.conftest import FakeEngine, Make
+from trainer_bridge.adapters import trl as adapter
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.trl import tiny_model
-from sgl_fp8rl.integrations.trl import attach
+from trainer_bridge.adapters.trl import attach
 
 FSDP2 = {
     "ACCELERATE_USE_CPU": "true",

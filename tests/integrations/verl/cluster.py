@@ -21,7 +21,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutMode
 
-from sgl_fp8rl.integrations.verl.replica import Replica
+from sgl_fp8rl.verl.replica import Replica
 from tests.engine.harness import BUCKET_BYTES, IDLE, SMALL
 from trainer_bridge.transport.ray_actor import RayEngine
 

@@ -23,7 +23,7 @@ from verl.workers.config import CheckpointEngineConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 
-from sgl_fp8rl.integrations.verl.replica import Replica
+from sgl_fp8rl.verl.replica import Replica
 from tests.integrations.verl import gloo
 from tests.integrations.verl.cluster import (
     RANKS,

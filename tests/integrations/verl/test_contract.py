@@ -14,11 +14,11 @@ pytest.importorskip("verl")
 import torch
 import torch.distributed as dist
 
-from sgl_fp8rl.integrations.contract import check_resume, check_updates
 from tests.integrations.verl.test_plugin import an_adapter
-from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_update import engine_of, holds
+from trainer_bridge.adapters.contract import check_resume, check_updates
 
 pytestmark = pytest.mark.timeout(400)
 COLLECTIVE_TIMEOUT_S, JOIN_S = 60.0, 300.0

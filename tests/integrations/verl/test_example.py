@@ -20,8 +20,8 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import default_compute_score
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
-from sgl_fp8rl.integrations.verl.trainer import Trainer
+from sgl_fp8rl.verl.rollout_config import check, hand_over, is_ours
+from sgl_fp8rl.verl.trainer import Trainer
 from tests.integrations.verl import main_ppo
 from tests.integrations.verl.main_ppo import EXAMPLE
 

@@ -15,7 +15,7 @@ pytest.importorskip("verl")
 import torch
 import torch.distributed as dist
 
-from sgl_fp8rl.integrations.verl import adapter
+from sgl_fp8rl.verl import adapter
 from tests.engine import models
 from tests.integrations.verl import lora
 from tests.integrations.verl.cluster import handed_over, sharded

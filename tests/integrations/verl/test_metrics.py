@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
-from sgl_fp8rl.integrations.verl import trainer
+from sgl_fp8rl.verl import trainer
 from trainer_bridge.metrics import alarms
 
 LENGTHS = [alarms.MIN_TOKENS, 8]

@@ -24,8 +24,8 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout import async_sglang_server
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
-from sgl_fp8rl.integrations.verl import adapter, server
-from sgl_fp8rl.integrations.verl.replica import Replica
+from sgl_fp8rl.verl import adapter, server
+from sgl_fp8rl.verl.replica import Replica
 from tests.integrations.verl.cluster import handed_over
 
 REGISTRIES = """
@@ -73,7 +73,7 @@ def test_verl_loads_it_from_its_entry_point(
     assert said is (error is not None) and (error or "") in child.stderr
 
 
-BROKEN = "import sys; sys.modules['sgl_fp8rl.integrations.verl.trainer'] = None\n"
+BROKEN = "import sys; sys.modules['sgl_fp8rl.verl.trainer'] = None\n"
 TRAINERS = """
 import sys, verl
 early = "verl.trainer.ppo.v1" in sys.modules

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from sgl_fp8rl.integrations.contract import check_refusals
-from sgl_fp8rl.integrations.verl.rollout_config import SAMPLING_OFF, check, hand_over, is_ours
+from sgl_fp8rl.verl.rollout_config import SAMPLING_OFF, check, hand_over, is_ours
+from trainer_bridge.adapters.contract import check_refusals
 
 
 class Config:

@@ -13,11 +13,11 @@ pytest.importorskip("verl")
 
 import ray
 
-from sgl_fp8rl.integrations.contract import check_engine
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.engine import expected
 from tests.integrations.verl import lora
 from tests.integrations.verl.cluster import CALL_TIMEOUT_S, START_TIMEOUT_S, Cluster, cluster
+from trainer_bridge.adapters.contract import check_engine
 from trainer_bridge.engines.engine_client import EngineError, HTTPEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(START_TIMEOUT_S + 4 * CALL_TIMEOUT_S)]

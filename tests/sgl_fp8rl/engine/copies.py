@@ -5,7 +5,7 @@ import inspect
 import pytest
 from torch import nn
 
-from sgl_fp8rl import compat
+from sgl_fp8rl.engine import compat
 
 WORDS = "Online weight updates are not supported"
 """How SGLang begins to say so."""

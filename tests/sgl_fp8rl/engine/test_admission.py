@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_fp8rl.engine import admission
+from sgl_fp8rl.engine.control import admission
 from tests.engine.bad_requests import WRONG_SAMPLING
 
 VOCAB = 512

@@ -11,8 +11,8 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import arguments, plugin
+from sgl_fp8rl.engine import compat, plugin
+from sgl_fp8rl.engine.startup import arguments
 from tests.sgl_fp8rl.resolving import Start
 
 MODEL = {"model_path": "dummy", "quantization": "fp8rl"}

@@ -12,13 +12,14 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs
 from server_args.args import FORMATS
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import channel, export, linear, moe, quant_config
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control import export
+from sgl_fp8rl.engine.layers import channel, linear, moe, quant_config
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, CHANNEL_FP8, CHOICES, INT8
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.states import State
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.test_triton_writer import BY_ROW, by_row
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.test_triton_writer import BY_ROW, by_row
 
 every_format = pytest.mark.parametrize("fmt", [CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
 

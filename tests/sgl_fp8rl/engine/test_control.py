@@ -19,12 +19,12 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import control as control_module
-from sgl_fp8rl.engine import control_in_process, scheduler_rpc
-from sgl_fp8rl.engine.control import Control
-from sgl_fp8rl.engine.memory_release import release_when_idle, resume_in_turn
-from sgl_fp8rl.engine.scheduler_rpc import ControlError, SchedulerRpc
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control import control as control_module
+from sgl_fp8rl.engine.control import control_in_process, scheduler_rpc
+from sgl_fp8rl.engine.control.control import Control
+from sgl_fp8rl.engine.control.memory_release import release_when_idle, resume_in_turn
+from sgl_fp8rl.engine.control.scheduler_rpc import ControlError, SchedulerRpc
 from trainer_bridge.engines.engine_client import CONTROL_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(60)

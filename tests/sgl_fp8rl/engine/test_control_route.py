@@ -18,10 +18,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl.engine import control_route
-from sgl_fp8rl.engine.control import IsGone
-from sgl_fp8rl.engine.control_route import PATH
-from sgl_fp8rl.engine.scheduler_rpc import ControlError
+from sgl_fp8rl.engine.control import control_route
+from sgl_fp8rl.engine.control.control import IsGone
+from sgl_fp8rl.engine.control.control_route import PATH
+from sgl_fp8rl.engine.control.scheduler_rpc import ControlError
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 60.0

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import nn
 
-from sgl_fp8rl import compat
+from sgl_fp8rl.engine import compat
 
 TOKENS, HIDDEN, VOCAB, CAP = 7, 384, 500, 3.0
 DTYPES = (torch.float32, torch.bfloat16)
@@ -21,7 +21,7 @@ BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
 def kernels() -> Any:
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.engine import cpu_kernels
+    from sgl_fp8rl.engine.cpu import cpu_kernels
 
     return cpu_kernels
 
@@ -76,7 +76,7 @@ def test_a_launch_is_refused_by_the_name_of_its_kernel(
 
 
 def test_what_is_wrapped_is_there(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sgl_fp8rl.engine import hooks
+    from sgl_fp8rl.engine.attention import hooks
 
     wrapped: dict[str, Any] = {}
     monkeypatch.setattr(hooks, "wrap", wrapped.update)

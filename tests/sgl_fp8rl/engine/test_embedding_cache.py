@@ -10,7 +10,7 @@ import torch
 def forget() -> Any:
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.engine.embedding_cache import forget_embeddings
+    from sgl_fp8rl.engine.control.embedding_cache import forget_embeddings
 
     return forget_embeddings
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from sgl_fp8rl.engine.engine_loop import EngineLoop
-from sgl_fp8rl.engine.scheduler_rpc import ControlError
+from sgl_fp8rl.engine.control.engine_loop import EngineLoop
+from sgl_fp8rl.engine.control.scheduler_rpc import ControlError
 
 pytestmark = pytest.mark.timeout(120)
 

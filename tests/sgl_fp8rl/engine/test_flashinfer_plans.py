@@ -9,9 +9,9 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import kv_setup
-from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.attention.flashinfer_plans import wait_for_copy
+from sgl_fp8rl.engine.startup import kv_setup
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from sglang.srt.layers import activation as sglang_activation
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from torch import nn
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import fusion
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod, FP8RLUE8M0LinearMethod
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm import dispatch, experts
+from sgl_fp8rl.engine.layers import fusion
+from sgl_fp8rl.engine.layers.linear import FP8RLLinearMethod, FP8RLUE8M0LinearMethod
 from sgl_fp8rl.formats.padding import Padding, Side
-from sgl_fp8rl.gemm import dispatch, experts
 from sgl_fp8rl.ops import activation, activation_triton
 from sgl_fp8rl.ops.activation import Channels, Quantized, attach, attached, quantize_tokens
 from tests.activation_oracle import apart, rows

@@ -8,9 +8,9 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 from sglang.srt.runtime_context import get_parallel
 
-from sgl_fp8rl.engine.graph_sizes import fast_sizes, leave_out_slow_sizes
-from sgl_fp8rl.gemm.table import SHIPPED, Entry, Table, shipped
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm.table import SHIPPED, Entry, Table, shipped
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.startup.graph_sizes import fast_sizes, leave_out_slow_sizes
 from tests.sgl_fp8rl.resolving import HOPPER, Start
 
 SIZES = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), 512]

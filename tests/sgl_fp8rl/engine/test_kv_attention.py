@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.engine import kv_attention
-from sgl_fp8rl.kv_cache.scales import KVScales
+from sgl_fp8rl.engine.attention import kv_attention
 from sgl_fp8rl.ops.kv import kv_codes
-from tests.sgl_fp8rl.kv_cache import fakes
-from tests.sgl_fp8rl.kv_cache.fakes import BF16, DIM, GROUP, HEADS, Backend, batch, qkv
+from sgl_fp8rl.receiver.kv.scales import KVScales
+from tests.sgl_fp8rl.kv import fakes
+from tests.sgl_fp8rl.kv.fakes import BF16, DIM, GROUP, HEADS, Backend, batch, qkv
 
 TOKENS = 24
 # heads' K and V scales

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_fp8rl.engine import internal_requests, kv_attention, kv_calibrate
-from sgl_fp8rl.engine.kv_calibrate import LEAST_ROOM, MOST_ROOM
-from sgl_fp8rl.kv_cache.quantized import Heads
-from sgl_fp8rl.kv_cache.scales import START_V, KVScales
+from sgl_fp8rl.engine.attention import kv_attention
+from sgl_fp8rl.engine.control import internal_requests, kv_calibrate
+from sgl_fp8rl.engine.control.kv_calibrate import LEAST_ROOM, MOST_ROOM
 from sgl_fp8rl.ops.kv import store_kv
-from tests.sgl_fp8rl.kv_cache import fakes
-from tests.sgl_fp8rl.kv_cache.fakes import BF16, HEADS, Backend, batch, qkv
+from sgl_fp8rl.receiver.kv.quantized import Heads
+from sgl_fp8rl.receiver.kv.scales import START_V, KVScales
+from tests.sgl_fp8rl.kv import fakes
+from tests.sgl_fp8rl.kv.fakes import BF16, HEADS, Backend, batch, qkv
 
 PROBE = f"{HEALTH_CHECK_RID_PREFIX}_1"
 

@@ -12,8 +12,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import kv_decode
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.attention import kv_decode
 from tests.qk_rope_oracle import assert_equal, exact
 from tests.sgl_fp8rl.conftest import Publish
 from tests.sgl_fp8rl.engine.decode_fakes import (

@@ -12,8 +12,8 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from torch import nn
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine.linear import (
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.layers.linear import (
     FP8RLLinearMethod,
     check_activations,
     keep_storage,

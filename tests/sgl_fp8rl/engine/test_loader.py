@@ -9,9 +9,9 @@ import torch
 from sglang.srt.configs.load_config import LoadConfig
 from torch import nn
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import loader
-from sgl_fp8rl.engine.attached import options_of
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control.attached import options_of
+from sgl_fp8rl.engine.startup import loader
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.padding import Shard, fit, pad_storage
 from sgl_fp8rl.formats.weight_format import TensorSpec

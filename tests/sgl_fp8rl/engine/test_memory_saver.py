@@ -8,13 +8,13 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from torch import nn
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import guards, memory_release
-from sgl_fp8rl.engine.attached import attach
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control import guards, memory_release
+from sgl_fp8rl.engine.control.attached import attach
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
 
 ALL = ["kv_cache", "weights", "cuda_graph"]
 

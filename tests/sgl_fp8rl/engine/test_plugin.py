@@ -12,10 +12,11 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from torch import nn
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import activate, attached, plugin
+from sgl_fp8rl.engine import compat, plugin
+from sgl_fp8rl.engine.control import attached
+from sgl_fp8rl.engine.startup import activate
 from sgl_fp8rl.options import current_options
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from tests.sgl_fp8rl.engine import copies
 from tests.sgl_fp8rl.resolving import Start
 
@@ -128,8 +129,9 @@ from sglang.srt import runtime_context
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.managers.scheduler import Scheduler
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import plugin, wrapping
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine import plugin
+from sgl_fp8rl.engine.compat import wrapping
 
 assert "fp8rl" in QUANTIZATION_METHODS and Engine.server_args_class is plugin.parse_engine_kwargs
 runtime_context._CONTEXT = SimpleNamespace(set_server_args=lambda _: None)

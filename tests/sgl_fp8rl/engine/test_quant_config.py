@@ -8,9 +8,9 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from torch import nn
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import linear, moe
-from sgl_fp8rl.engine.quant_config import FP8RLConfig, LayerFormat, list_layers
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.layers import linear, moe
+from sgl_fp8rl.engine.layers.quant_config import FP8RLConfig, LayerFormat, list_layers
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from tests.experts_fakes import E, Experts, H, I, T
 

@@ -14,10 +14,10 @@ from starlette.testclient import TestClient
 from torch import nn
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import attached, control_route, guards
-from sgl_fp8rl.engine.control import IsGone
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control import attached, control_route, guards
+from sgl_fp8rl.engine.control.control import IsGone
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
 
 DONE = object()
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine.retraction import fits, refuse_waiting, retract
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control.retraction import fits, refuse_waiting, retract
 
 CLIP, POOL = 4096, 16384
 

@@ -29,7 +29,7 @@ class Capturer:
 def test_the_next_forward_pass_leaves_a_capture_alone() -> None:
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.engine.routed_experts import clone_captured_topk
+    from sgl_fp8rl.engine.layers.routed_experts import clone_captured_topk
 
     capturer = Capturer()
     capturer.forward(experts=1, tokens=3)
@@ -44,7 +44,7 @@ def test_the_next_forward_pass_leaves_a_capture_alone() -> None:
 def test_a_capture_of_its_own_is_not_copied_again() -> None:
     import sglang  # noqa: F401
 
-    from sgl_fp8rl.engine.routed_experts import clone_captured_topk
+    from sgl_fp8rl.engine.layers.routed_experts import clone_captured_topk
 
     cloned = SimpleNamespace(topk=torch.ones(3, LAYERS, TOP_K))
     assert clone_captured_topk(lambda capturer: cloned, Capturer()).topk is cloned.topk
@@ -53,8 +53,8 @@ def test_a_capture_of_its_own_is_not_copied_again() -> None:
 def test_the_layout_names_the_layers_that_route(monkeypatch: pytest.MonkeyPatch) -> None:
     import sglang  # noqa: F401
 
-    from sgl_fp8rl import compat
-    from sgl_fp8rl.engine import routed_experts
+    from sgl_fp8rl.engine import compat
+    from sgl_fp8rl.engine.layers import routed_experts
 
     class FusedMoE(nn.Module):
         def __init__(self, layer_id: int) -> None:

@@ -12,8 +12,8 @@ from sglang.srt.layers import sampler as stock
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import lost_rows, sampler
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.layers import lost_rows, sampler
 from sgl_fp8rl.ops import sample
 from tests.sgl_fp8rl.conftest import Publish
 

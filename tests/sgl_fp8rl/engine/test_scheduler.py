@@ -17,17 +17,17 @@ import torch
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl.formats.weight_format import TensorSpec
-from sgl_fp8rl.kv_cache.quantized import Heads
-from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
+from sgl_fp8rl.receiver.kv.quantized import Heads
+from sgl_fp8rl.receiver.kv.scales import KVScales
 from tests.sgl_fp8rl.engine import copies
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_host import Exchange
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_host import Exchange
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
@@ -140,7 +140,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The scheduler's hooks, with threads in the place of a process group."""
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.engine import host, scheduler
+    from sgl_fp8rl.engine.control import host, scheduler
 
     monkeypatch.setattr(host, "gather", lambda value, group: group.gather(value))
     monkeypatch.setattr(host.dist, "get_rank", lambda group: group.rank)
@@ -610,7 +610,7 @@ def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
 def test_a_step_of_the_loop_lets_go_of_what_a_trainer_left(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sgl_fp8rl.engine import guards
+    from sgl_fp8rl.engine.control import guards
 
     weights_of = dict(zip(engine.schedulers, engine.ranks, strict=True))
     monkeypatch.setattr(guards, "scheduler_weights", weights_of.get)

@@ -16,12 +16,12 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang.srt.server_args import prepare_server_args
 
 import sgl_fp8rl
-from sgl_fp8rl import compat
-from sgl_fp8rl.compat.settings import resolved
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.engine import activate, arguments, graph_sizes, plugin
-from sgl_fp8rl.kv_cache import backends
-from sgl_fp8rl.kv_cache.backends import TRTLLM_MHA
+from sgl_fp8rl.engine import compat, plugin
+from sgl_fp8rl.engine.attention import backends
+from sgl_fp8rl.engine.attention.backends import TRTLLM_MHA
+from sgl_fp8rl.engine.compat.settings import resolved
+from sgl_fp8rl.engine.startup import activate, arguments, graph_sizes
 from sgl_fp8rl.options import current_options
 from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, DENSE, EXPERTS, HOPPER, QUANTIZED, Start
 
@@ -282,8 +282,8 @@ def test_settings_that_are_none_throughout_pass_no_check(monkeypatch: pytest.Mon
 
 RECORDS = {"server_args", "_server_args", "get_server_args"}
 READS_THEM = {
-    "sgl_fp8rl/compat/settings.py": "for all others",
-    "sgl_fp8rl/engine/cpu_platform.py": "is a step of SGLang's resolution",
+    "sgl_fp8rl/engine/compat/settings.py": "for all others",
+    "sgl_fp8rl/engine/cpu/cpu_platform.py": "is a step of SGLang's resolution",
 }
 
 

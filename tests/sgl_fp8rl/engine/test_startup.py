@@ -13,15 +13,16 @@ from sglang.srt.layers.quantization import fp8_utils
 from torch import nn
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import startup
-from sgl_fp8rl.engine.attached import attach
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod
-from sgl_fp8rl.gemm import candidates, quick_tune, warmup
-from sgl_fp8rl.gemm.candidates import STOCK, Candidate
-from sgl_fp8rl.gemm.dispatch import Choices
-from sgl_fp8rl.gemm.table import Entry, Table
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control.attached import attach
+from sgl_fp8rl.engine.gemm import candidates
+from sgl_fp8rl.engine.gemm.candidates import STOCK, Candidate
+from sgl_fp8rl.engine.gemm.dispatch import Choices
+from sgl_fp8rl.engine.gemm.table import Entry, Table
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.layers.linear import FP8RLLinearMethod
+from sgl_fp8rl.engine.startup import linear_kernels as startup
+from sgl_fp8rl.engine.tuning import quick_tune, warmup
 from sgl_fp8rl.ops.reference import quantize_weight
 from tests.sgl_fp8rl.gemm import fakes
 from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Capability, Start

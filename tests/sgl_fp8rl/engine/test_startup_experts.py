@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import startup_experts
-from sgl_fp8rl.engine.attached import attach
-from sgl_fp8rl.gemm import expert_tiles
-from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.control.attached import attach
+from sgl_fp8rl.engine.gemm import expert_tiles
+from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape, Pair, Tiles
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.startup import expert_kernels as startup_experts
 from tests.experts_fakes import E, Experts, H, I, T
 from tests.sgl_fp8rl.conftest import Publish
 

@@ -29,12 +29,12 @@ from sgl_fp8rl.ops.regions import Region, view, whole
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
-from sgl_fp8rl.weight_update import route_tracer
-from sgl_fp8rl.weight_update.route_tracer import record_routes
-from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
-from sgl_fp8rl.weight_update.torch_writer import write_tensor
+from sgl_fp8rl.receiver.routes import route_tracer
+from sgl_fp8rl.receiver.routes.route_tracer import record_routes
+from sgl_fp8rl.receiver.routes.routes import Route, RouteError, RouteTable
+from sgl_fp8rl.receiver.writers.torch_writer import write_tensor
 from tests.sgl_fp8rl.formats.other_format import OTHER, Stepped, every_format, sent_format
-from tests.sgl_fp8rl.weight_update.toy import Model
+from tests.sgl_fp8rl.receiver.toy import Model
 
 pytestmark = pytest.mark.usefixtures("other_format")
 

@@ -18,7 +18,7 @@ from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import BLOCK, CopyDescriptor, group_descriptors
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
 from sgl_fp8rl.protocol.manifest import describe
-from sgl_fp8rl.weight_update import triton_writer
+from sgl_fp8rl.receiver.writers import triton_writer
 from tests.sgl_fp8rl.formats.other_format import every_format, sent_format
 from tests.sgl_fp8rl.formats.test_conformance import BF16, assert_same, bits, stored, weight
 from trainer_bridge.sources.parameters import sources

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.gemm import expert_bench_inputs
-from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs
-from sgl_fp8rl.gemm.expert_tiles import ExpertShape
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape
+from sgl_fp8rl.engine.tuning import expert_bench_inputs
+from sgl_fp8rl.engine.tuning.expert_bench_inputs import GEMMS, ExpertBenchInputs
 from tests import experts_fakes
 
 Tensor = torch.Tensor

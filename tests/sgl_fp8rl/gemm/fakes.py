@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.gemm.bench_inputs import BenchInputs
-from sgl_fp8rl.gemm.candidates import STOCK, Candidate, Config, Kernel
+from sgl_fp8rl.engine.gemm.candidates import STOCK, Candidate, Config, Kernel
+from sgl_fp8rl.engine.tuning.bench_inputs import BenchInputs
 from sgl_fp8rl.ops.reference import dequantize_activation, dequantize_weight
 
 Tensor = torch.Tensor

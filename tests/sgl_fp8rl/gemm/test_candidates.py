@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.gemm import candidates
-from sgl_fp8rl.gemm.bench_inputs import BenchInputs
-from sgl_fp8rl.gemm.candidates import CANDIDATES, MAX_ROWS, STOCK, split_bounds
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm import candidates
+from sgl_fp8rl.engine.gemm.candidates import CANDIDATES, MAX_ROWS, STOCK, split_bounds
+from sgl_fp8rl.engine.tuning.bench_inputs import BenchInputs
 from tests.sgl_fp8rl.gemm import fakes
 
 N, K, M = 640, 256, 6

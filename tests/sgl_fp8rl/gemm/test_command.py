@@ -9,12 +9,14 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl.gemm import command, expert_tiles, expert_tune
-from sgl_fp8rl.gemm.candidates import STOCK
-from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
-from sgl_fp8rl.gemm.table import FILES, Entry
-from sgl_fp8rl.gemm.tune import Attempt
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm import expert_tiles
+from sgl_fp8rl.engine.gemm.candidates import STOCK
+from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape, Pair, Tiles
+from sgl_fp8rl.engine.gemm.table import FILES, Entry
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.tuning import expert_tune
+from sgl_fp8rl.engine.tuning.tune import Attempt
+from sgl_fp8rl.tools import tune as command
 from tests.sgl_fp8rl.gemm import expert_fakes, fakes
 from tests.sgl_fp8rl.gemm.expert_fakes import SHAPE, config
 from tests.sgl_fp8rl.gemm.fakes import Bench, stock_and

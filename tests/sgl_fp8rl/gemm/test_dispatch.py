@@ -8,14 +8,14 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod, FP8RLUE8M0LinearMethod
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm import candidates, dispatch
+from sgl_fp8rl.engine.gemm.candidates import STOCK, Candidate
+from sgl_fp8rl.engine.gemm.dispatch import Choices
+from sgl_fp8rl.engine.gemm.table import Entry
+from sgl_fp8rl.engine.layers.linear import FP8RLLinearMethod, FP8RLUE8M0LinearMethod
+from sgl_fp8rl.engine.tuning.bench_inputs import difference
 from sgl_fp8rl.formats.padding import Side
-from sgl_fp8rl.gemm import candidates, dispatch
-from sgl_fp8rl.gemm.bench_inputs import difference
-from sgl_fp8rl.gemm.candidates import STOCK, Candidate
-from sgl_fp8rl.gemm.dispatch import Choices
-from sgl_fp8rl.gemm.table import Entry
 from sgl_fp8rl.ops import activation_triton
 from sgl_fp8rl.ops.activation import Channels, attach, quantize_tokens
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_activation, quantize_weight

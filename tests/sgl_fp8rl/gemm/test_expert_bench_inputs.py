@@ -10,10 +10,10 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl.gemm import bench_inputs, expert_bench_inputs
-from sgl_fp8rl.gemm.bench_inputs import CHECKED_ROWS
-from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, Weights
-from sgl_fp8rl.gemm.tune import ERROR_BOUND
+from sgl_fp8rl.engine.tuning import bench_inputs, expert_bench_inputs
+from sgl_fp8rl.engine.tuning.bench_inputs import CHECKED_ROWS
+from sgl_fp8rl.engine.tuning.expert_bench_inputs import GEMMS, Weights
+from sgl_fp8rl.engine.tuning.tune import ERROR_BOUND
 from tests.sgl_fp8rl.gemm import expert_fakes as fakes
 from tests.sgl_fp8rl.gemm.expert_fakes import Bench, config
 

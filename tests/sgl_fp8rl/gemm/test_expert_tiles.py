@@ -13,11 +13,11 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.gemm import expert_tiles, table
-from sgl_fp8rl.gemm.expert_tiles import FILES, ExpertShape, Pair, Tiles
-from sgl_fp8rl.gemm.grouped_experts import ROWS_OF_EXPERT
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm import expert_tiles, table
+from sgl_fp8rl.engine.gemm.expert_tiles import FILES, ExpertShape, Pair, Tiles
+from sgl_fp8rl.engine.gemm.grouped_experts import ROWS_OF_EXPERT
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
 from tests.sgl_fp8rl.conftest import Publish
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0", "triton": "3.6.0"})

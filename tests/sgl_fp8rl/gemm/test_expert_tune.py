@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_fp8rl.gemm import expert_tune
-from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS
-from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair
-from sgl_fp8rl.gemm.expert_tune import (
+from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape, Pair
+from sgl_fp8rl.engine.tuning import expert_tune
+from sgl_fp8rl.engine.tuning.expert_bench_inputs import GEMMS
+from sgl_fp8rl.engine.tuning.expert_tune import (
     ALIGN,
     Attempt,
     candidates,
@@ -21,7 +21,7 @@ from sgl_fp8rl.gemm.expert_tune import (
     pick,
     tokens_of,
 )
-from sgl_fp8rl.gemm.tune import MARGIN, Measurement
+from sgl_fp8rl.engine.tuning.tune import MARGIN, Measurement
 from tests.sgl_fp8rl.gemm import expert_fakes as fakes
 from tests.sgl_fp8rl.gemm.expert_fakes import SHAPE, Bench, config
 
@@ -223,7 +223,7 @@ def test_candidates_are_tiles_that_the_kernel_takes() -> None:
 
 def test_those_that_an_h200_took_are_among_them() -> None:
     """The package's, by the script that preceded this."""
-    from sgl_fp8rl.gemm import expert_tiles
+    from sgl_fp8rl.engine.gemm import expert_tiles
 
     (path,) = expert_tiles.SHIPPED.glob("*.json")
     for pair in expert_tiles.FILES.read(path)[1][QWEN]:
@@ -244,7 +244,7 @@ class Shares:
         patch.setattr(expert_tune, "run_shares", self._run)
 
     def _run(self, module: str, shares: Any) -> str | None:
-        assert module == "sgl_fp8rl.gemm.expert_tune"
+        assert module == "sgl_fp8rl.engine.tuning.expert_tune"
         self.given = json.loads(json.dumps(shares))
         return self.failure
 

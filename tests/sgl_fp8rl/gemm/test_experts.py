@@ -11,13 +11,13 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine import fusion
-from sgl_fp8rl.engine.moe import FP8RLMoEMethod, experts_reference
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm import experts, grouped_experts
+from sgl_fp8rl.engine.gemm.expert_tiles import Pair, Tiles
+from sgl_fp8rl.engine.layers import fusion
+from sgl_fp8rl.engine.layers.moe import FP8RLMoEMethod, experts_reference
 from sgl_fp8rl.formats import BLOCK_FP8_UE8M0, BLOCKS
 from sgl_fp8rl.formats.weight_format import WeightFormat
-from sgl_fp8rl.gemm import experts, grouped_experts
-from sgl_fp8rl.gemm.expert_tiles import Pair, Tiles
 from sgl_fp8rl.ops import activation, activation_triton, expert_rows, expert_rows_triton
 from sgl_fp8rl.ops.activation import attach, attached, quantize_tokens
 from tests import experts_fakes
@@ -256,8 +256,10 @@ def apply(layer: Experts, x: Tensor) -> str:
 def whose(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = SimpleNamespace(hidden_states="SGLang's")
     monkeypatch.setattr(compat.Fp8MoEMethod, "apply", lambda *args: stock)
-    monkeypatch.setattr("sgl_fp8rl.engine.moe.experts", lambda *args: "ours")
-    monkeypatch.setattr("sgl_fp8rl.engine.moe.experts_reference", lambda *args, **_: "the CPU's")
+    monkeypatch.setattr("sgl_fp8rl.engine.layers.moe.experts", lambda *args: "ours")
+    monkeypatch.setattr(
+        "sgl_fp8rl.engine.layers.moe.experts_reference", lambda *args, **_: "the CPU's"
+    )
 
 
 @pytest.mark.usefixtures("whose")

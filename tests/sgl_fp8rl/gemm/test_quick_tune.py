@@ -8,11 +8,12 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl.gemm import candidates, quick_tune, table
-from sgl_fp8rl.gemm.bench_inputs import BenchInputs
-from sgl_fp8rl.gemm.candidates import STOCK, Candidate
-from sgl_fp8rl.gemm.table import Entry, Table
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm import candidates, table
+from sgl_fp8rl.engine.gemm.candidates import STOCK, Candidate
+from sgl_fp8rl.engine.gemm.table import Entry, Table
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.tuning import quick_tune
+from sgl_fp8rl.engine.tuning.bench_inputs import BenchInputs
 from tests.sgl_fp8rl.gemm import fakes
 from tests.sgl_fp8rl.gemm.fakes import Bench, stock_and
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sgl_fp8rl.gemm import table, tune_cache
-from sgl_fp8rl.gemm.candidates import FLASHINFER, STOCK
-from sgl_fp8rl.gemm.command import BUCKETS
-from sgl_fp8rl.gemm.table import FILES, Entry, Table
-from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm import table, tune_cache
+from sgl_fp8rl.engine.gemm.candidates import FLASHINFER, STOCK
+from sgl_fp8rl.engine.gemm.table import FILES, Entry, Table
+from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.tools.tune import BUCKETS
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0", "triton": "3.6.0"})
 TABLE: Table = {

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
-from sgl_fp8rl.gemm import candidates, tune
-from sgl_fp8rl.gemm.bench_inputs import CHECKED_ROWS, difference
-from sgl_fp8rl.gemm.candidates import STOCK
-from sgl_fp8rl.gemm.table import Entry
-from sgl_fp8rl.gemm.tune import DECODE_ROWS, ERROR_BOUND, MARGIN, PREFILL_ROWS, Measurement
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.gemm import candidates
+from sgl_fp8rl.engine.gemm.candidates import STOCK
+from sgl_fp8rl.engine.gemm.table import Entry
+from sgl_fp8rl.engine.startup.deep_gemm import compiling_only_what_runs
+from sgl_fp8rl.engine.tuning import tune
+from sgl_fp8rl.engine.tuning.bench_inputs import CHECKED_ROWS, difference
+from sgl_fp8rl.engine.tuning.tune import DECODE_ROWS, ERROR_BOUND, MARGIN, PREFILL_ROWS, Measurement
 from tests.sgl_fp8rl.gemm import fakes
 from tests.sgl_fp8rl.gemm.fakes import Bench, stock_and
 

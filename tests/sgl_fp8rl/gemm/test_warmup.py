@@ -15,8 +15,8 @@ from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization import fp8
 from torch import nn
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.gemm import compile_pool, warmup
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.tuning import compile_pool, warmup
 from tests.sgl_fp8rl.conftest import Publish
 
 STOCK_SIZES = list(range(1, 16385))

@@ -10,8 +10,8 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 import torch.nn.functional as F
 
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod
-from sgl_fp8rl.engine.moe import experts_reference
+from sgl_fp8rl.engine.layers.linear import FP8RLLinearMethod
+from sgl_fp8rl.engine.layers.moe import experts_reference
 from sgl_fp8rl.ops import activation, block_linear
 from sgl_fp8rl.ops.reference import (
     BLOCK,

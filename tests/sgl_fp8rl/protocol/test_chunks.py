@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec
 from sgl_fp8rl.protocol.chunks import ALIGNMENT, ChunkSlice, cut_into_chunks
 from sgl_fp8rl.protocol.manifest import CHUNK_ALIGNMENT, Manifest, ManifestError
-from tests.sgl_fp8rl.weight_update.toy import BF16, FP8
+from tests.sgl_fp8rl.receiver.toy import BF16, FP8
 
 sizes = st.integers(1, 300)
 shapes = st.one_of(

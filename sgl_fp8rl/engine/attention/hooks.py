@@ -1,0 +1,48 @@
+"""Hooks on what SGLang chose for an engine: its attention backends, and the CPU platform."""
+
+from typing import Any
+
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.attention import kv_attention
+from sgl_fp8rl.engine.attention.flashinfer_plans import wait_for_copy
+from sgl_fp8rl.engine.compat.wrapping import Hook, wrap
+from sgl_fp8rl.engine.cpu import cpu_kernels
+
+
+def wrap_attention(prefill: str, decode: str, model: Any) -> None:
+    """Wrap what serves an FP8 KV cache in this process: the attention backends, and those of the
+    model's own modules that a backend names.
+
+    Raises:
+        IncompatibleSGLangError: SGLang lacks a function to wrap.
+    """
+    hooks: dict[str, Hook] = {}
+    for phase, backend in (("extend", prefill), ("decode", decode)):
+        around = kv_attention.HOOKS[backend]
+        hooks[f"{compat.ATTENTION_BACKENDS[backend]}.forward_{phase}"] = getattr(around, phase)
+        hooks |= around.attach(model)
+    wrap(hooks)
+
+
+def wrap_plans() -> None:
+    """Wrap FlashInfer's planning of decode steps, of MLA too, in this process.
+
+    Raises:
+        IncompatibleSGLangError: SGLang lacks a function.
+    """
+    wrap(dict.fromkeys(compat.FLASHINFER_PLANS, wait_for_copy))
+
+
+def wrap_kernels() -> None:
+    """Wrap what would launch a Triton kernel, in a process on the CPU platform.
+
+    Raises:
+        IncompatibleSGLangError: SGLang lacks the function.
+    """
+    wrap(
+        {
+            compat.SHARED_EXPERT_GATE: cpu_kernels.gate_shared_expert,
+            compat.LOGITS_CAP: cpu_kernels.cap_logits,
+            compat.TRITON_LAUNCH: cpu_kernels.refuse_launch,
+        }
+    )

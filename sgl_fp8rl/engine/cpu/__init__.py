@@ -1,0 +1,1 @@
+"""SGLang's platform on a CPU, for tests and the demo."""

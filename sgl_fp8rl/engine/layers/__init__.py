@@ -1,0 +1,1 @@
+"""Layers that SGLang builds with our methods, and the sampler."""

@@ -1,0 +1,195 @@
+"""``--quantization fp8rl``: which layer is quantized, and why each other one is not.
+
+SGLang's own methods do the work; parameters are codes from their creation on, and BF16
+checkpoints and updates are quantized on the way in (``sgl_fp8rl.weight_update``).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from server_args import matches
+from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.compat.log_filter import without_line
+from sgl_fp8rl.engine.gemm.experts import takes_codes
+from sgl_fp8rl.engine.layers import linear, moe
+from sgl_fp8rl.engine.layers.quant_name import overrides
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
+from sgl_fp8rl.formats.padding import padding_of
+from sgl_fp8rl.formats.weight_format import WeightFormat
+from sgl_fp8rl.options import current_options
+
+ABSORBED = "kv_b_proj"
+"""MLA's projection of latents to keys and values: decode attends with BF16 copies of its rows, so
+an FP8 one would save nothing there, and prefill would attend with other weights than decode."""
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How one layer of the engine keeps its weights."""
+
+    name: str
+    """The layer's name inside the engine, such as ``model.layers.0.self_attn.qkv_proj``."""
+    format: str
+    """The name of its weight format, such as ``block-fp8`` or ``bf16``."""
+    reason: str | None
+    """Why the layer is not quantized; None where it is."""
+    shape: tuple[int, ...]
+    """As stored on this rank: ``(N, K)``, or ``(experts, N, K)`` of the first expert matrix."""
+    top_k: int | None = None
+    """Experts of a token, where ``experts.takes_codes``; None for all other layers."""
+    unpadded: tuple[int, ...] | None = None
+    """``shape`` without padding; None where it has none."""
+    padding_bytes: int = 0
+    """Bytes of codes that are padding."""
+
+
+class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
+    """Quantized in the engine: block FP8 (128x128 weights, 1x128 activations, FP32 scales), or a
+    channel format."""
+
+    def __init__(self, ignored_layers: list[str] | None = None, **_: Any) -> None:
+        with without_line(super().__init__, "Detected fp8 checkpoint"):
+            super().__init__(
+                is_checkpoint_fp8_serialized=True,
+                activation_scheme="dynamic",
+                ignored_layers=ignored_layers,
+                weight_block_size=list(BLOCK_FP8.block),
+            )
+        options = current_options()
+        self.patterns = (*options.ignored_layers, *self.ignored_layers)
+        self.ragged = options.ragged
+        """What becomes of layers whose sides are not multiples of 128, in block FP8."""
+        self.formats = [CHOICES[options.format]]
+        """What layers are kept in: the first of these that a layer can be."""
+        if torch.cuda.is_available():
+            refused = self.formats[0].why_not_on(torch.cuda.get_device_capability())
+            if refused is not None:
+                raise ValueError(f"this GPU has no kernels: {refused}; choose another fp8rl-format")
+        if self.formats[0] in BLOCKS and self.ragged == "channel":
+            self.formats.append(CHANNEL_FP8)
+
+    override_quantization_method = staticmethod(overrides)
+
+    def get_name(self) -> str:
+        return NAME
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "FP8RLConfig":
+        """Read the ``quantization_config`` of a block-FP8 checkpoint.
+
+        Raises:
+            ValueError: the checkpoint's FP8 is not 128x128 blocks with dynamic activations, or the
+                engine's format another one.
+        """
+        block = config.get("weight_block_size")
+        scheme = config.get("activation_scheme", "dynamic")
+        is_fp8 = config.get("quant_method") == "fp8"
+        if not is_fp8 or block != list(BLOCK_FP8.block) or scheme != "dynamic":
+            raise ValueError(
+                f"quantization fp8rl reads BF16 checkpoints and FP8 ones with 128x128 blocks and "
+                f"dynamic activations, but this checkpoint's quantization_config is {config}; "
+                f"start from the BF16 checkpoint"
+            )
+        ignored = config.get("ignored_layers") or config.get("modules_to_not_convert")
+        made = cls(ignored_layers=list(ignored or ()))
+        (format_, *_) = made.formats
+        scales = format_.checkpoint.get("scale_fmt")
+        if format_ not in BLOCKS or scales not in (None, config.get("scale_fmt")):
+            raise ValueError(
+                f"fp8rl-format {format_.name} is quantized from BF16 weights, but this checkpoint "
+                f"is block FP8 with scale_fmt {config.get('scale_fmt')}; start from the BF16 "
+                f"checkpoint"
+            )
+        return made
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        if isinstance(layer, compat.LinearBase):
+            reason = self._why_not(prefix)
+            if reason is None and layer.params_dtype != torch.get_default_dtype():
+                reason = f"it computes in {layer.params_dtype}"  # as some routers do
+            if reason is None:
+                return linear.METHODS[self.formats[0].name](self, prefix)
+            layer.fp8rl_reason = reason
+            return compat.UnquantizedLinearMethod()
+        if isinstance(layer, compat.FusedMoE):
+            reason = self._why_not(prefix)
+            if reason is None:
+                pads = self.ragged == "pad"
+                reasons = [moe.why_not(layer, format_, pads=pads) for format_ in self.formats]
+                if None in reasons:
+                    return moe.METHODS[self.formats[reasons.index(None)].name](self, prefix)
+                reason = "; ".join(filter(None, reasons))
+            layer.fp8rl_reason = reason
+            return compat.UnquantizedFusedMoEMethod(
+                layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe
+            )
+        return None
+
+    def _why_not(self, prefix: str) -> str | None:
+        if prefix.rpartition(".")[2] == ABSORBED:
+            return "MLA absorbs it into its attention in BF16"
+        for pattern in self.patterns:
+            if matches(pattern, prefix):
+                return f"ignored by {pattern!r}"
+        return None
+
+
+def list_layers(model: nn.Module) -> list[LayerFormat]:
+    """Each linear, expert group, embedding and head of the model, with its format and reason."""
+    layers = []
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        attribute = "weight" if own.get("weight") is not None else "w13_weight"
+        weight = own.get(attribute)
+        if weight is None or weight.dim() < 2:
+            continue
+        format_, shape = stored_format(attribute, own), tuple(weight.shape)
+        if format_ is UNQUANTIZED:
+            reason = getattr(module, "fp8rl_reason", None) or _kind_reason(name, module)
+            layers.append(LayerFormat(name, format_.name, reason, shape))
+        else:
+            layers.append(_quantized(name, format_, module, weight))
+    return layers
+
+
+def _quantized(
+    name: str, format_: WeightFormat, module: nn.Module, weight: torch.Tensor
+) -> LayerFormat:
+    shape, padding = tuple(weight.shape), padding_of(weight)
+    return LayerFormat(
+        name,
+        format_.name,
+        None,
+        shape,
+        _top_k(module) if format_ in BLOCKS else None,
+        None if padding is None else (*shape[:-2], *padding.unpadded),
+        _padding_bytes(module),
+    )
+
+
+def _padding_bytes(module: nn.Module) -> int:
+    padded = [(p, padding) for p in module.parameters(recurse=False) if (padding := padding_of(p))]
+    return sum(
+        p.nbytes - p.nbytes // math.prod(padding.shape) * math.prod(padding.unpadded)
+        for p, padding in padded
+    )
+
+
+def _top_k(module: Any) -> int | None:
+    config = getattr(module, "moe_runner_config", None)
+    return config.top_k if config is not None and takes_codes(module) else None
+
+
+def _kind_reason(name: str, module: nn.Module) -> str:
+    if isinstance(module, (compat.LinearBase, nn.Linear)) or name.endswith(".gate"):
+        return "router or other layer that the model builds without quantization"
+    if "lm_head" in name:
+        return "output head stays BF16"
+    if "embed" in name:
+        return "embedding stays BF16"
+    return "not a linear layer"

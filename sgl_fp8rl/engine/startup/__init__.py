@@ -1,0 +1,1 @@
+"""From flags to a model that serves: checks, weights, kernels and the KV cache."""

@@ -1,0 +1,146 @@
+"""What a process does for an engine of ours: all hooks, and what SGLang looks up by its name."""
+
+import multiprocessing
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.engine.compat import wrapping
+from sgl_fp8rl.engine.compat.settings import is_fp8rl
+from sgl_fp8rl.engine.control import (
+    admission,
+    control_in_process,
+    control_route,
+    guards,
+    kv_calibrate,
+    memory_release,
+    output_stream,
+    scheduler,
+)
+from sgl_fp8rl.engine.cpu import cpu_platform
+from sgl_fp8rl.engine.layers import (
+    language_layers,
+    linear,
+    lost_rows,
+    quant_config,
+    routed_experts,
+    sampler,
+)
+from sgl_fp8rl.engine.startup import kv_setup, loader, start_log
+from sgl_fp8rl.engine.startup import linear_kernels as startup
+from sgl_fp8rl.engine.startup.arguments import check_server_args
+from sgl_fp8rl.options import current_options
+
+
+@cache
+def activate() -> None:
+    """Ready this process for engines of ours; others that it has are not affected.
+
+    Raises:
+        IncompatibleSGLangError: SGLang lacks something that an engine of ours stands on.
+        ValueError: another file has the name of one of our packages.
+    """
+    _refuse_shadows()
+    _leave_torchrun()
+    missing = [path for path, found in compat.check_symbols() if not found]
+    if missing:
+        raise compat.IncompatibleSGLangError(
+            f"SGLang {compat.sglang_version()} has no {missing[0]}; sgl-fp8rl is tested with "
+            f"{' and '.join(compat.TESTED_VERSIONS)}"
+        )
+    around: dict[str, wrapping.Hook] = {
+        "verify_quantization": loader.verify_model,
+        "get_model_architecture": loader.keep_mixtral,
+        "get_model_loader": loader.choose_loader,
+        "initialize_model": language_layers.keep_towers_bf16,
+        "init_model_parallel_group": cpu_platform.without_pynccl,
+        "pad_for_amx": loader.without_padding,
+        "precompile_kernels": startup.prepare,
+        "configure_kv_cache": cpu_platform.with_plain_pools,
+        "load_kv_scales": start_log.attached_scales,
+        "kv_memory": kv_setup.less_workspace,
+        "token_bytes": kv_setup.with_token_scales,
+        "init_attention_backends": kv_setup.check_kv_cache,
+        "forward": kv_calibrate.watch_forward,
+        "generate_request": admission.check_kinds,
+        "create_request": admission.check_fields,
+        "host_cache_of_experts": routed_experts.plain_host_memory,
+        "capture_of_experts": routed_experts.clone_captured_topk,
+        "sample": guards.stamp_policy,
+        "draw": sampler.fast_sample,
+        "take_up_prefill": lost_rows.fail_lost,
+        "take_up_decode": lost_rows.fail_lost,
+        "stream_output": output_stream.skip_empty,
+        "handle_generate_request": guards.refuse_generation,
+        "handle_embedding_request": guards.refuse_generation,
+        "handle_rpc_request": scheduler.handle_rpc,
+        "process_input_requests": guards.look_around,
+        "continue_generation": memory_release.continue_served,
+        "release_of_engine": control_in_process.release_of_engine,
+        "shutdown": control_in_process.end_calls,
+        "release_from_main": memory_release.release_when_idle,
+        "resume_from_main": memory_release.resume_in_turn,
+        "release_memory": memory_release.release,
+        "unmap_memory": memory_release.unmap_unused,
+        "resume_memory": memory_release.resume,
+        "check_weights": guards.refuse_reset,
+        "attach_kv_storage": guards.refuse_kv_storage,
+        "start_scheduler": check_scheduler_args,
+        "run_http_server": control_route.add_route,
+    }
+    wrapping.wrap({compat.HOOK_TARGETS[name]: hook for name, hook in around.items()})
+    updates = compat.stock_updates().items()
+    wrapping.wrap({target: guards.refuse_stock_update(output) for target, output in updates})
+    for methods in (compat.QUANTIZATION_METHODS, compat.BASE_QUANTIZATION_METHODS):
+        methods[NAME] = quant_config.FP8RLConfig
+    # SGLang matches linear methods by class name; otherwise loaders do not know block scales.
+    compat.WEIGHT_LOADER_V2_SUPPORTED.extend(m.__name__ for m in linear.METHODS.values())
+    compat.Engine.fp8rl_control = control_in_process.control_engine
+    compat.Engine.fp8rl_run = control_in_process.run_on_engine
+
+
+def check_scheduler_args(
+    original: Any, scheduler: Any, server_args: Any, *args: Any, **keywords: Any
+) -> None:
+    """AROUND ``Scheduler.__init__``: check what SGLang resolved, whoever made its arguments, and
+    its objects and the model once its graphs are captured.
+
+    Raises:
+        IncompatibleSGLangError: as ``compat.check_live``.
+        ValueError: as ``check_server_args`` and ``guards.check_copies``; SGLang logs it and ends
+            the engine.
+    """
+    if not is_fp8rl(server_args):
+        original(scheduler, server_args, *args, **keywords)
+        return
+    check_server_args(server_args, current_options())
+    original(scheduler, server_args, *args, **keywords)
+    compat.check_live(scheduler, compat.IN_SCHEDULER)
+    guards.check_copies(scheduler)
+
+
+def _leave_torchrun() -> None:
+    """Under torchrun, SGLang's spawned ranks would wait forever for the launcher's store."""
+    if multiprocessing.parent_process() is not None:
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+
+
+def _refuse_shadows() -> None:
+    """Check that the generic package names are ours.
+
+    Raises:
+        ValueError: another file of that name comes first on the import path.
+    """
+    import server_args
+    import trainer_bridge
+
+    home = Path(__file__).resolve().parents[3]
+    for package in (server_args, trainer_bridge):
+        found = Path(str(package.__file__)).resolve()
+        if found.parent.parent != home:
+            raise ValueError(
+                f"{found} shadows the package {package.__name__} of sgl-fp8rl; rename that file"
+            )

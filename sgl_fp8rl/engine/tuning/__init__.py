@@ -1,0 +1,1 @@
+"""Measure kernels and tiles, and compile them before they serve."""

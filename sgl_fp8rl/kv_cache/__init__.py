@@ -1,1 +1,0 @@
-"""An FP8 KV cache whose scales follow the policy."""

@@ -1,1 +1,0 @@
-"""``sgl-fp8rl plan``: what a rollout will take before it runs, from measured figures."""

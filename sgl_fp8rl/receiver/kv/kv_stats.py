@@ -1,0 +1,90 @@
+"""What an engine reports of its FP8 KV cache: scales, and statistics of stored values."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.receiver.kv.quantized import QuantizedKV, on_host
+from sgl_fp8rl.receiver.kv.scales import KVScales
+
+NOT_QUANTIZED = "the engine's KV cache is not quantized; start it with --kv-cache-dtype fp8_e4m3"
+
+
+def layout(kv: QuantizedKV | None) -> dict[str, Any] | None:
+    """What a trainer needs to compute scales, or to attend as the engine; None if the KV cache is
+    not quantized."""
+    if kv is None:
+        return None
+    return {"format": kv.format, "layers": kv.layers, "kv_heads": kv.heads.total}
+
+
+Counted = tuple[list[Any] | None, torch.Tensor, torch.Tensor | None]
+"""Of one rank: scales of layers, and on the host its counters and what it measured of errors."""
+
+
+def of_rank(kv: QuantizedKV) -> Counted:
+    """What this rank has counted since its scales were set. Decode continues meanwhile."""
+    in_force, counted = kv.snapshot()
+    measured = None if kv.errors is None else on_host(kv.errors)
+    return None if in_force is None else in_force.tolist(), counted, measured
+
+
+def clipped_share(kv: QuantizedKV) -> float:
+    """The largest share of elements of a layer's K or V on this rank that were clipped under the
+    scales of the version that is served; 0 while these wait to be measured."""
+    if kv.is_pending:
+        return 0.0
+    _, counted_LC = kv.snapshot()
+    elements_L = (counted_LC[:, 0] * torch.tensor(kv.elements)).clamp(min=1)
+    return float((counted_LC[:, 1:3].amax(1) / elements_L).max())
+
+
+def report(kv: QuantizedKV, ranks: Sequence[Counted]) -> dict[str, Any]:
+    """The current scales, and the statistics since they were set, over all ranks.
+
+    Saved as JSON it is a file for the option ``kv_scales``.
+    """
+    measured = [errors for _, _, errors in ranks if errors is not None]
+    return {
+        "format": kv.format,
+        "scheme": kv.scheme if isinstance(kv, KVScales) else None,
+        "pending": kv.is_pending,
+        "scales": ranks[0][0],
+        "statistics": statistics(torch.stack([counted for _, counted, _ in ranks])),
+        "elements": [len(ranks) * mine for mine in kv.elements],
+        "errors": errors(torch.stack(measured)) if len(measured) == len(ranks) else None,
+    }
+
+
+def statistics(counted_RLC: torch.Tensor) -> list[dict[str, float]]:
+    """Per layer, from the counters of all ranks (``ops.kv.STATS``).
+
+    Every rank sees every token with its own heads; a head on several ranks counts on each.
+    """
+    tokens_L = counted_RLC[:, :, 0].amax(0)
+    clipped_L2 = counted_RLC[:, :, 1:3].sum(0)
+    amax_L2 = counted_RLC[:, :, 3:5].amax(0).to(torch.int32).view(torch.float32)
+    return [
+        {"tokens": t, "clipped_k": ck, "clipped_v": cv, "amax_k": ak, "amax_v": av}
+        for t, (ck, cv), (ak, av) in zip(
+            tokens_L.tolist(), clipped_L2.tolist(), amax_L2.tolist(), strict=True
+        )
+    ]
+
+
+def errors(sums_RLC: torch.Tensor) -> list[dict[str, Any]]:
+    """Per layer, the relative L2 error of K and V from the sums of all ranks (``quant_error.py``);
+    None if no token was measured."""
+    layers = []
+    for tokens, sums in zip(
+        sums_RLC[:, :, 0].amax(0).tolist(), sums_RLC[:, :, 1:].sum(0).tolist(), strict=True
+    ):
+        of_layer: dict[str, Any] = {"tokens": int(tokens)}
+        for side, (errors, squares, not_finite) in (("k", sums[:3]), ("v", sums[3:])):
+            error = math.sqrt(errors / squares) if squares else 0.0
+            of_layer[f"error_{side}"] = error if tokens else None
+            of_layer[f"not_finite_{side}"] = int(not_finite)
+        layers.append(of_layer)
+    return layers

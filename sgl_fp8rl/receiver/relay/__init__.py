@@ -1,0 +1,1 @@
+"""What a trainer on another host sends, passed on to every rank."""

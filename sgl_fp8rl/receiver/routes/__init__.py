@@ -1,0 +1,1 @@
+"""Where each slice of a checkpoint's tensors lies in a rank's storage."""

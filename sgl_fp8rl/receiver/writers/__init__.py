@@ -1,0 +1,1 @@
+"""Read chunks in the trainer's memory and write them through routes."""

@@ -1,0 +1,217 @@
+"""The console script ``sgl-fp8rl``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from server_args.args import FORMATS
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.options import current_options
+from sgl_fp8rl.protocol.states import ABORT, IN_FLIGHT
+from sgl_fp8rl.tools.doctor import command as doctor
+from sgl_fp8rl.tools.layers import read_layers, render_layers
+from sgl_fp8rl.tools.plan import command as plan
+from sgl_fp8rl.tools.precision import arguments as precision
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    if arguments.command == "doctor":
+        return doctor.run(arguments.json)
+    if arguments.command == "kv-report":
+        return _kv_report(arguments)
+    if arguments.command == "tune":
+        return _tune(arguments.model, arguments.tp)
+    if arguments.command == "precision":
+        return precision.run(arguments)
+    if arguments.command == "export":
+        return _export(arguments)
+    if arguments.command == "follow":
+        return _follow(arguments)
+    if arguments.command == "plan":
+        return plan.run(arguments)
+    return _print_layers(arguments.model, arguments.tp, arguments.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sgl-fp8rl", description="FP8 rollouts for LLM reinforcement learning on SGLang."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    doctor_ = commands.add_parser("doctor", help="check this installation")
+    doctor_.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+    layers = commands.add_parser("layers", help="list which layers of a model run in FP8, and why")
+    layers.add_argument("model", help="folder of the model; its weights are not read")
+    layers.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
+    layers.add_argument("--json", action="store_true", help="print the list as JSON")
+
+    tune = commands.add_parser("tune", help="measure which FP8 kernel is fastest on this GPU")
+    tune.add_argument("model", help="folder of the model; its weights are not read")
+    tune.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
+
+    precision.add_arguments(
+        commands.add_parser(
+            "precision", help="rank layers by how FP8 changes logprobs; make an ignore list"
+        )
+    )
+    plan.add_arguments(
+        commands.add_parser("plan", help="predict a rollout: which flags, and how long")
+    )
+    export = commands.add_parser(
+        "export", help="write a block-FP8 checkpoint that SGLang reads without this plugin"
+    )
+    export.add_argument(
+        "source", help="folder of a BF16 checkpoint, or an engine's http:// address"
+    )
+    export.add_argument("output", type=Path, help="folder to make")
+    export.add_argument(
+        "--ignored-layers",
+        nargs="+",
+        metavar="PATTERN",
+        help="layers that stay BF16, as of --fp8rl-ignored-layers (of a folder)",
+    )
+    export.add_argument(
+        "--tp", type=int, help="leave layers BF16 that an engine of this size does (of a folder)"
+    )
+    export.add_argument(
+        "--format",
+        choices=[name for name in FORMATS if name.startswith("block")],
+        help="as of --fp8rl-format (of a folder; default block-fp8)",
+    )
+
+    follow = commands.add_parser(
+        "follow", help="keep engines at the newest version of a chain in a folder"
+    )
+    follow.add_argument("folder", type=Path, help="that a trainer publishes in, or a copy of it")
+    follow.add_argument("engines", nargs="+", metavar="ENGINE", help="its http:// address")
+    follow.add_argument(
+        "--poll-s", type=float, default=1.0, help="seconds between two looks (default 1)"
+    )
+    follow.add_argument(
+        "--in-flight",
+        choices=IN_FLIGHT,
+        default=ABORT,
+        help=f"what happens to running requests (default {ABORT})",
+    )
+    follow.add_argument("--once", action="store_true", help="end when the engines are up to date")
+
+    report = commands.add_parser("kv-report", help="report scales and errors of an FP8 KV cache")
+    report.add_argument("source", help="an engine's http:// address, or a file from --json")
+    report.add_argument("--json", metavar="FILE", type=Path, help="save the reply and the report")
+    report.add_argument("--picture", metavar="FILE.png", type=Path, help="draw it")
+    report.add_argument(
+        "--observe",
+        action="store_true",
+        help="print no report; have the engine measure the error of its next prefills",
+    )
+    return parser
+
+
+def _kv_report(arguments: argparse.Namespace) -> int:
+    from sgl_fp8rl.tools import kv_report
+    from trainer_bridge.engines.engine_client import EngineError
+
+    if arguments.picture and find_spec("matplotlib") is None:
+        sys.exit("sgl-fp8rl kv-report --picture needs matplotlib; run pip install matplotlib")
+    try:
+        if arguments.observe:
+            tokens = kv_report.observe(arguments.source)
+            print(f"the next {tokens} prefilled tokens are measured; run kv-report after them")
+            return 0
+        reply = kv_report.read(arguments.source)
+        lines = kv_report.lines_of(reply)
+        print(kv_report.render(reply, lines))
+        if arguments.json:
+            arguments.json.write_text(kv_report.as_json(reply, lines))
+        if arguments.picture:
+            kv_report.draw(reply, lines, arguments.picture)
+    except (EngineError, OSError, ValueError) as error:
+        sys.exit(f"sgl-fp8rl kv-report: {error}")
+    return 0
+
+
+def _tune(model: str, tp_size: int) -> int:
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        sys.exit("sgl-fp8rl tune: no Hopper GPU found; run it on one, others need no tuning")
+    from sgl_fp8rl.formats import BLOCKS
+
+    names = [format_.name for format_ in BLOCKS]
+    layers = [la for la in read_layers(model, tp_size, "tune") if la["format"] in names]
+
+    from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape
+    from sgl_fp8rl.engine.startup.deep_gemm import compiling_only_what_runs
+    from sgl_fp8rl.tools import tune as command
+
+    shapes = sorted({(n, k) for *experts, n, k in (x["shape"] for x in layers) if not experts})
+    stacks = [(*layer["shape"], layer["top_k"]) for layer in layers if layer["top_k"]]
+    experts = sorted({ExpertShape(E, H, rows // 2, T) for E, rows, H, T in stacks})
+    if not shapes and not experts:
+        sys.exit(f"sgl-fp8rl tune: {model} has no block-FP8 layers; unset FP8RL_FORMAT")
+    try:
+        with compiling_only_what_runs():
+            command.run(shapes, experts, current_options().tune_cache)
+    except (OSError, ValueError, torch.OutOfMemoryError, compat.IncompatibleSGLangError) as error:
+        sys.exit(f"sgl-fp8rl tune: {error}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from safetensors import SafetensorError
+
+    from sgl_fp8rl.tools import export
+    from trainer_bridge.engines.engine_client import EngineError
+
+    try:
+        print(
+            export.run(
+                arguments.source,
+                arguments.output,
+                arguments.ignored_layers,
+                arguments.tp,
+                arguments.format,
+            )
+        )
+    except (EngineError, ImportError, OSError, ValueError, SafetensorError) as error:
+        sys.exit(f"sgl-fp8rl export: {error}")
+    return 0
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    import logging
+
+    from trainer_bridge.chain import ChainError, follow
+    from trainer_bridge.engines.engine_client import EngineError
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+
+    try:
+        follow(
+            arguments.folder,
+            arguments.engines,
+            poll_s=arguments.poll_s,
+            once=arguments.once,
+            in_flight=arguments.in_flight,
+        )
+    except KeyboardInterrupt:
+        return 130
+    except (ChainError, EngineError) as error:
+        sys.exit(f"sgl-fp8rl follow: {error}")
+    return 0
+
+
+def _print_layers(model: str, tp_size: int, as_json: bool) -> int:
+    layers = read_layers(model, tp_size, "layers")
+    print(json.dumps({"layers": layers}, indent=2) if as_json else render_layers(layers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``sgl-fp8rl doctor``: whether this installation can serve."""

@@ -1,0 +1,66 @@
+"""The layers of a model, as an engine would hold them, for ``sgl-fp8rl layers`` and ``tune``."""
+
+import sys
+from collections import Counter
+from typing import Any
+
+from sgl_fp8rl.engine import compat
+from sgl_fp8rl.tables import align
+from sgl_fp8rl.tools.dummy_engine import dummy_engine
+
+
+def read_layers(model: str, tp_size: int, command: str) -> list[dict[str, Any]]:
+    """Start an engine with dummy weights, since only SGLang knows a model's layers.
+
+    Args:
+        command: the subcommand of ``sgl-fp8rl`` that an error names.
+
+    Returns:
+        One ``quant_config.LayerFormat`` as a dictionary for each layer, as the first rank holds it.
+
+    Raises:
+        SystemExit: SGLang is not installed, or there is no such model.
+    """
+    try:
+        with dummy_engine(model, tp_size) as engine:
+            layers: list[dict[str, Any]] = engine.fp8rl_control({"op": "layers"})["layers"]
+    except ImportError as error:
+        sys.exit(f"sgl-fp8rl {command} needs SGLang ({error}); run {compat.INSTALL}")
+    except (OSError, ValueError) as error:  # transformers raises them where the path has no model
+        sys.exit(f"sgl-fp8rl {command} {model}: {error}")
+    return layers
+
+
+def render_layers(layers: list[dict[str, Any]]) -> str:
+    """A plain text table, one line a layer, and a line that counts formats and reasons."""
+    header = ("layer", "shape", "format", "reason or padding")
+    rows = [
+        (
+            layer["name"],
+            "x".join(str(size) for size in layer["shape"]),
+            layer["format"],
+            layer["reason"] or _padding(layer),
+        )
+        for layer in layers
+    ]
+    table = align([header, *rows], left=range(len(header)))
+    return "\n".join([table, "", _summary(layers)])
+
+
+def _padding(layer: dict[str, Any]) -> str:
+    if not layer["unpadded"]:
+        return ""
+    size = "x".join(map(str, layer["unpadded"]))
+    return f"{size} padded, {layer['padding_bytes'] / 1e6:.2f} MB more"
+
+
+def _summary(layers: list[dict[str, Any]]) -> str:
+    from sgl_fp8rl.formats import UNQUANTIZED, counted
+
+    kept = [layer for layer in layers if layer["format"] == UNQUANTIZED.name]
+    reasons = Counter(layer["reason"] or "no reason given" for layer in kept)
+    others = "; ".join(f"{number} {reason}" for reason, number in reasons.most_common())
+    counts = counted(layer["format"] for layer in layers)
+    padding = sum(layer["padding_bytes"] for layer in layers) / 1e6
+    counts += f", {padding:.2f} MB of them padding" if padding else ""
+    return counts + (f"; not quantized: {others}" if others else "")

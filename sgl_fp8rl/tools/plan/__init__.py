@@ -1,0 +1,1 @@
+"""``sgl-fp8rl plan``: what an engine's rollouts and updates would take."""

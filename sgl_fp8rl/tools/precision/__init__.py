@@ -1,0 +1,1 @@
+"""``sgl-fp8rl precision``: which layers lose most by FP8."""

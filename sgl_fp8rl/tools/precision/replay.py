@@ -1,0 +1,194 @@
+"""Rerun a model from any decoder layer on, with some of its layers changed.
+
+A change in layer n does not affect earlier layers, so the inputs of each layer in the unchanged
+model are stored: measuring all layers, one at a time, takes half the work.
+
+Shapes: B sequences, L tokens of the longest, T measured tokens of all, H hidden, V vocabulary.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_fp8rl.tools.precision import fake_quant
+from sgl_fp8rl.tools.precision.divergence import Divergence, token_divergence
+from sgl_fp8rl.tools.precision.groups import Group
+from sgl_fp8rl.tools.precision.tokens import Sequences
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+LOGITS_AT_ONCE = 1 << 25
+"""Elements; a float64 copy of them takes 256 MiB."""
+
+
+class Replay:
+    """The layer inputs and outputs of an unchanged model on some sequences.
+
+    Logits are computed in FP32 from the last hidden state even for a BF16 model: rounded logits, as
+    in an engine without --enable-fp32-lm-head, would hide the damage of layers.
+
+    Args:
+        model: a causal language model of transformers 5, in evaluation mode.
+        batches: its inputs; the tokens under the mask are measured.
+
+    Raises:
+        ValueError: its logits are NaN or Inf.
+    """
+
+    def __init__(self, model: Any, batches: list[Sequences]) -> None:
+        self._model = model
+        self._layers: nn.ModuleList = model.get_decoder().layers
+        self._batches = batches
+        # by layer and batch: hidden states [B, L, H], also the last ones, and other layer inputs
+        self._inputs: list[list[torch.Tensor]] = [[] for _ in range(self.layers + 1)]
+        self._arguments: list[list[Arguments]] = [[] for _ in range(self.layers)]
+        self._head = model.get_output_embeddings().weight.detach().float()
+        self._record()
+        self._tokens_T = torch.cat([batch.tokens_BL[:, 1:][batch.measured] for batch in batches])
+        self._logits = [
+            part.clone() for part in self._logits_of(self._run(self._inputs[-1], self.layers))
+        ]
+        if not all(bool(part.isfinite().all()) for part in self._logits):
+            raise ValueError("the model's own logits are NaN or Inf; check its weights")
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers of the model."""
+        return len(self._layers)
+
+    @property
+    def tokens(self) -> int:
+        """Number of measured tokens."""
+        return self._tokens_T.numel()
+
+    @torch.inference_mode()
+    def divergence(self, groups: Collection[Group], first_layer: int | None = None) -> Divergence:
+        """How much logprobs change if these groups compute in FP8.
+
+        Args:
+            first_layer: the first layer that differs; default that of the first group.
+
+        Raises:
+            ValueError: one of their weights or activations is NaN or Inf.
+        """
+        if first_layer is None:
+            first_layer = min((group.layer for group in groups), default=self.layers)
+        return self._compared(self._run(self._inputs[first_layer], first_layer, groups))
+
+    @torch.inference_mode()
+    def noise(self, seed: int) -> Divergence:
+        """How much logprobs change if the first hidden states are rounded differently.
+
+        About a quarter of their elements move to an adjacent number. Everything after that is
+        rounded differently, as after any change: smaller damage of a layer cannot be detected.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        nudged = []
+        for hidden in self._inputs[0]:
+            shift = torch.rand(hidden.shape, generator=generator).to(hidden.device) - 0.5
+            factor = 1 + torch.finfo(hidden.dtype).eps * shift.double()
+            nudged.append((hidden.double() * factor).to(hidden.dtype))
+        return self._compared(self._run(nudged, 0))
+
+    def _compared(self, hidden_TH: torch.Tensor) -> Divergence:
+        """Divergence of the logits from these last hidden states."""
+        found: list[torch.Tensor] = []
+        at = 0
+        for ours_TV, changed_TV in zip(self._logits, self._logits_of(hidden_TH), strict=True):
+            tokens_T = self._tokens_T[at : at + len(ours_TV)]
+            at += len(ours_TV)
+            found.append(torch.stack(token_divergence(ours_TV, changed_TV, tokens_T)))
+        kl_T, k3_T = torch.cat(found, dim=1)
+        return Divergence.of_tokens(kl_T, k3_T)
+
+    @torch.inference_mode()
+    def _record(self) -> None:
+        """Store the inputs of each layer, by layer and batch."""
+
+        def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden, *others = args
+            self._inputs[index].append(hidden)
+            self._arguments[index].append((tuple(others), kwargs))
+
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs, index=index: before(index, args, kwargs), with_kwargs=True
+            )
+            for index, layer in enumerate(self._layers)
+        ]
+        hooks.append(
+            self._layers[-1].register_forward_hook(
+                lambda _, __, output: self._inputs[-1].append(output)
+            )
+        )
+        try:
+            for batch in self._batches:
+                # right padding, which a causal model ignores: no mask
+                self._model.get_decoder()(batch.tokens_BL, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _run(
+        self, hiddens: list[torch.Tensor], first_layer: int, groups: Collection[Group] = ()
+    ) -> torch.Tensor:
+        """The last hidden states of the measured tokens, ``[T, H]``, from the inputs of a layer.
+
+        All batches go through one layer before the next, so each layer is quantized once.
+        """
+        for index in range(first_layer, self.layers):
+            with fake_quant.fp8(group for group in groups if group.layer == index):
+                hiddens = [
+                    self._layers[index](hidden, *args, **kwargs)
+                    for hidden, (args, kwargs) in zip(hiddens, self._arguments[index], strict=True)
+                ]
+        return torch.cat(
+            [
+                hidden[:, :-1][batch.measured]
+                for hidden, batch in zip(hiddens, self._batches, strict=True)
+            ]
+        )
+
+    @torch.inference_mode()
+    def _logits_of(self, hidden_TH: torch.Tensor) -> Iterator[torch.Tensor]:
+        """FP32 logits ``[T, V]`` in parts that fit into memory.
+
+        The model's own code computes them, with its last norm and softcap.
+        """
+        rows = max(1, LOGITS_AT_ONCE // self._model.config.get_text_config().vocab_size)
+        for part_TH in hidden_TH.split(rows):
+            with _in_place_of_layers(self._model, part_TH[None], self._head):
+                ids = torch.zeros(part_TH.shape[:1], dtype=torch.long, device=part_TH.device)
+                yield self._model(ids[None], use_cache=False).logits[0]
+
+
+class _Given(nn.Module):
+    """A decoder that returns hidden states computed before."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self._hidden
+
+
+@contextmanager
+def _in_place_of_layers(model: Any, hidden: torch.Tensor, head_VH: torch.Tensor) -> Iterator[None]:
+    """Make the model's decoder layers return ``hidden`` and its head use ``head_VH``, FP32."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    layers = decoder.layers
+
+    def in_fp32(x: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(x.float(), head_VH, bias)
+
+    decoder.layers = nn.ModuleList([_Given(hidden)])
+    head.forward = in_fp32
+    try:
+        yield
+    finally:
+        decoder.layers = layers
+        del head.forward

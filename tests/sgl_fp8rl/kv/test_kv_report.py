@@ -1,0 +1,186 @@
+"""The report of an FP8 KV cache: its figures by hand, its table, its file and its picture."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_fp8rl.receiver.kv.scales import read_file
+from sgl_fp8rl.tools import kv_report
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+DRAWN_BYTES = 20_000
+"""83 kB was measured; an empty picture of this size has 9 kB."""
+
+
+def a_reply() -> dict[str, Any]:
+    """Two layers of two KV heads; layer 1 has a scale a head, is clipped, and saw NaN."""
+    return {
+        "scheme": "engine",
+        "pending": False,
+        "scales": [
+            [[0.25, 0.25], [0.125, 0.125]],
+            [[0.5, 0.125], [1.0, 1.0]],
+        ],
+        "statistics": [
+            counts(tokens=100, amax_k=56.0, amax_v=28.0),
+            counts(tokens=100, amax_k=448.0, amax_v=14.0, clipped_k=512),
+        ],
+        "elements": [256, 256],
+        "errors": [
+            {"tokens": 64, "error_k": 0.025, "error_v": 0.0264, "not_finite_k": 0}
+            | {"not_finite_v": 0},
+            {"tokens": 64, "error_k": 0.125, "error_v": 0.026, "not_finite_k": 0}
+            | {"not_finite_v": 3},
+        ],
+    }
+
+
+def counts(**values: float) -> dict[str, float]:
+    return {"clipped_k": 0, "clipped_v": 0} | values
+
+
+def not_observed() -> dict[str, Any]:
+    """As an engine answers that was not asked to observe."""
+    return a_reply() | {"errors": None}
+
+
+def test_figures_that_were_worked_out_by_hand() -> None:
+    k0, v0, k1, v1 = kv_report.lines_of(a_reply())
+    assert [(line.layer, line.side) for line in (k0, v0, k1, v1)] == [
+        (0, "k"),
+        (0, "v"),
+        (1, "k"),
+        (1, "v"),
+    ]
+    assert (k0.amax, k0.headroom, k0.clip_rate) == (56.0, 2.0, 0.0)
+    assert (v0.amax, v0.headroom, v0.error) == (28.0, 2.0, 0.0264)
+    assert (k1.least_scale, k1.largest_scale, k1.headroom) == (0.125, 0.5, 0.5)
+    assert k1.clip_rate == 512 / (100 * 256)
+    assert (v1.clip_rate, v1.not_finite, v1.error_tokens) == (0.0, 3, 64)
+
+
+def test_table() -> None:
+    """What the cache is, a row of figures for each layer's K and V, and the worst of each."""
+    reply = a_reply()
+    head, table, worst = kv_report.render(reply, kv_report.lines_of(reply)).split("\n\n")
+    assert all(fact in head for fact in ("2 layers", "2 KV heads", "engine"))
+    names, *rows = (line.split() for line in table.splitlines())
+    assert names == ["layer", "tokens", "amax", "scale", "headroom", "clipped", "error"]
+    assert rows == [
+        ["0", "K", "100", "56", "0.25", "2", "0", "0.0250"],
+        ["V", "100", "28", "0.125", "2", "0", "0.0264"],
+        ["1", "K", "100", "448", "0.125", "to", "0.5", "0.5", "2.00%", "0.1250"],
+        ["V", "100", "14", "1", "32", "0", "0.0260"],
+    ]
+    figures = [("headroom", "0.5"), ("clipped", "2.00%"), ("error", "0.1250")]
+    lines = worst.splitlines()
+    for line, (name, figure) in zip(lines, figures, strict=False):
+        assert all(part in line for part in (name, figure, "K of layer 1"))
+    assert all(part in lines[3] for part in ("V of layer 1", "3", "NaN or Inf"))
+    assert "64" in lines[4] and len(lines) == 5
+
+
+def test_a_small_clip_rate_is_not_rounded_to_none() -> None:
+    reply = a_reply()
+    reply["statistics"][1]["clipped_k"] = 1
+    assert "3.9e-05" in kv_report.render(reply, kv_report.lines_of(reply))
+
+
+def test_what_is_not_known_yet_is_told() -> None:
+    reply = not_observed() | {"pending": True}
+    for counted in reply["statistics"]:
+        counted |= {"tokens": 0, "amax_k": 0.0, "amax_v": 0.0, "clipped_k": 0}
+    lines = kv_report.lines_of(reply)
+    assert all((li.headroom, li.clip_rate, li.error) == (None, None, None) for li in lines)
+    text = kv_report.render(reply, lines)
+    assert text.splitlines()[3].split() == ["0", "K", "0", "0", "0.25", "-", "-", "-"]
+    assert "pending" in text and "--observe" in text
+    assert "least headroom" not in text and "most clipped" not in text
+
+
+def test_an_answer_that_tells_less_is_a_report_with_gaps() -> None:
+    reply = a_reply()
+    del reply["elements"], reply["errors"]
+    lines = kv_report.lines_of(reply)
+    assert all(line.clip_rate is None is line.error for line in lines)
+    assert kv_report.render(reply, lines).splitlines()[3].split()[-3:] == ["2", "-", "-"]
+
+
+def test_an_int8_cache_has_no_scales_of_layers(tmp_path: Path) -> None:
+    reply = a_reply() | {"scales": None, "scheme": None, "format": "int8"}
+    lines = kv_report.lines_of(reply)
+    assert {(line.largest_scale, line.headroom) for line in lines} == {(None, None)}
+    assert [line.amax for line in lines] == [line.amax for line in kv_report.lines_of(a_reply())]
+    assert "INT8" in kv_report.render(reply, lines)
+    pytest.importorskip("matplotlib")
+    kv_report.draw(reply, lines, tmp_path / "kv.png")
+
+
+def test_the_saved_report_is_a_report_again_and_a_file_of_scales(tmp_path: Path) -> None:
+    reply, path = a_reply(), tmp_path / "kv.json"
+    lines = kv_report.lines_of(reply)
+    path.write_text(kv_report.as_json(reply, lines))
+    again = kv_report.read(str(path))
+    assert kv_report.lines_of(again) == lines
+    assert again["report"][2]["clip_rate"] == 0.02
+    assert read_file(path) == reply["scales"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", r"kv\.json.*http://"),
+        ("[1]", r"kv-report --json"),
+        ("{}", "KeyError: 'scales'"),
+        (json.dumps(a_reply() | {"scales": 3}), "TypeError"),
+        (json.dumps(a_reply() | {"scales": [[[1.0]]]}), "kv-report --json"),
+        (json.dumps({"scales": [], "statistics": []}), "no layers"),
+        (json.dumps(a_reply() | {"statistics": [{}, {}]}), "KeyError: 'tokens'"),
+        (json.dumps(a_reply() | {"statistics": [1, 2]}), "TypeError"),
+        (json.dumps(a_reply() | {"elements": [256]}), "ValueError"),
+        (json.dumps(a_reply() | {"errors": [{}, {}]}), "KeyError: 'error_k'"),
+        (json.dumps(a_reply() | {"scales": [[["a"]] * 3] * 2}), "ValueError"),
+    ],
+)
+def test_what_is_no_answer_is_a_sentence(content: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "kv.json"
+    path.write_text(content)
+    with pytest.raises(kv_report.ReportError, match=sentence):
+        kv_report.lines_of(kv_report.read(str(path)))
+
+
+def test_no_file_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(kv_report.ReportError, match=r"none\.json"):
+        kv_report.read(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("reply", [a_reply(), not_observed()], ids=["observed", "not-observed"])
+def test_picture(reply: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    kv_report.draw(reply, kv_report.lines_of(reply), tmp_path / "kv.png")
+    content = (tmp_path / "kv.png").read_bytes()
+    assert content.startswith(PNG_SIGNATURE)
+    assert len(content) > DRAWN_BYTES
+
+
+def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    reply = not_observed()
+    reply["statistics"][0]["amax_v"] = 0.0
+    kv_report.draw(reply, kv_report.lines_of(reply), tmp_path / "kv.png")
+    ranges, clips, errors = kept[0].axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in ranges.lines}
+    assert drawn["largest |K|"] == [56.0, 448.0]
+    assert drawn["448 x K scale"] == [112.0, 224.0]
+    assert math.isnan(drawn["largest |V|"][0]) and drawn["largest |V|"][1] == 14.0
+    assert {line.get_label(): list(line.get_ydata()) for line in clips.lines} == {
+        "K": [0.0, 0.02],
+        "V": [0.0, 0.0],
+    }
+    assert all(math.isnan(y) for line in errors.lines for y in line.get_ydata())
+    assert "not measured" in errors.get_title()

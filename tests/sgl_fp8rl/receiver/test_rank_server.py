@@ -1,0 +1,573 @@
+"""A rank's socket: whatever a trainer sends ends the session with a sentence, never the server."""
+
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
+from sgl_fp8rl.protocol.manifest import describe
+from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.receiver import rank_server as rank_server_module
+from sgl_fp8rl.receiver.rank_server import Outcome, RankSocket, heard_at, serve
+from sgl_fp8rl.receiver.session import Session
+from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory
+from tests.sgl_fp8rl.protocol.test_framing import descriptors
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.test_shared_memory import sealed
+
+SHAPES: toy.Shapes = {"w": (256, 128), "n": (64,)}
+BUCKET = 1 << 17
+AT = {"w": 0, "n": 65536}
+"""Byte offsets in the bucket: ``w`` is chunk 0 and fills a half, ``n`` is chunk 1."""
+
+
+TOKEN = "the session's token"
+JOIN_S = 60.0
+
+
+class RankThread:
+    """Serves one session on one rank, as the scheduler's main thread does."""
+
+    def __init__(
+        self, session: Session, rank: int = 0, silence_s: float = 30.0, is_one_of: int = 1
+    ) -> None:
+        self.socket = RankSocket(rank)
+        self.path = str(self.socket.path)
+        self.peer: Any = None
+        self._session, self._silence_s, self._is_one_of = session, silence_s, is_one_of
+        self._outcome: Outcome | None = None
+        self.fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome, self.peer = serve(
+                self.socket, self._session, TOKEN, self._silence_s, self._is_one_of
+            )
+        except BaseException as fault:  # kept for the test: it would have ended the server
+            self.fault = fault
+            raise
+        finally:
+            self.socket.close()
+
+    def outcome(self) -> Outcome:
+        """How the session ended.
+
+        Raises:
+            AssertionError: it did not end, or let an exception through.
+        """
+        self._thread.join(JOIN_S)
+        assert not self._thread.is_alive(), "serve() hangs"
+        assert self.fault is None, f"serve() let {self.fault!r} through"
+        assert self._outcome is not None
+        return self._outcome
+
+
+class Trainer:
+    """One session of one rank, and a raw connection to it."""
+
+    def __init__(self, silence_s: float = 20.0, is_one_of: int = 1) -> None:
+        storage = {**toy.fp8_storage("w", 256, 128), "n": torch.zeros(64, dtype=toy.BF16)}
+
+        def load(model: toy.Model, weights: toy.Weights) -> None:
+            for name, weight in weights:
+                model.data(name).copy_(weight)
+
+        self.model = toy.Model(storage, load)
+        self.tensors = toy.checkpoint(shapes=SHAPES)
+        self.weights = toy.engine(self.model, SHAPES)
+        manifest = describe(self.tensors.items(), BUCKET // 2)
+        self.weights.accept(manifest)
+        self.session = self.weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+        self.rank = RankThread(self.session, silence_s=silence_s, is_one_of=is_one_of)
+        self.sock = self.connect()
+
+    def connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(20)
+        sock.connect(self.rank.path)
+        return sock
+
+    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
+        framing.send(self.sock, message, fds)
+        return framing.receive(self.sock)[0]
+
+    def greet(self) -> None:
+        assert self.ask({"token": TOKEN}) == {"ok": True, "known": self.weights.memory.known()}
+
+    def open_bucket(self, bucket_name: str = "b") -> None:
+        fd = sealed(BUCKET)
+        for name, tensor in self.tensors.items():
+            os.pwrite(fd, tensor.view(torch.uint8).numpy().tobytes(), AT[name])
+        assert self.ask({"op": "bucket", "name": bucket_name, "bytes": BUCKET}, (fd,)) == {
+            "ok": True
+        }
+        os.close(fd)
+
+    def chunk(self, index: Any) -> dict[str, Any]:
+        return self.ask({"op": "chunk", "index": index})
+
+    def send_all(self) -> None:
+        for index in range(len(SHAPES)):
+            assert self.chunk(index) == {"ok": True}
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+    # pytest keeps what is logged, and so the frames of an exception with the bucket in them
+    monkeypatch.setattr(rank_server_module.logger, "disabled", True)
+    before = descriptors()
+    trainer = Trainer()
+    trainer.greet()
+    yield trainer
+    trainer.close()
+    outcome = trainer.rank.outcome()
+    if trainer.rank.peer is not None:
+        trainer.rank.peer.close()
+    assert outcome.committed or outcome.reason
+    assert not Path(trainer.rank.path).parent.exists()
+    trainer.weights.memory.close()
+    assert descriptors() == before
+
+
+def test_a_good_session_is_ready_to_commit(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.send_all()
+    assert trainer.ask({"op": "finish"}) == {"ok": True, "gpu_seconds": None}
+    framing.send(trainer.sock, {"op": "commit"})
+    outcome = trainer.rank.outcome()
+    assert outcome.committed
+    assert outcome.dirty
+    rank_server_module.reply(trainer.rank.peer, {"ok": True})
+    assert framing.receive(trainer.sock)[0] == {"ok": True}
+    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_each_message_is_seen_from_outside(trainer: Trainer) -> None:
+    os.utime(trainer.rank.path, (1, 1))
+    assert heard_at(trainer.rank.path) == 1
+    trainer.open_bucket()
+    assert heard_at(trainer.rank.path) == pytest.approx(time.time(), abs=60)
+    trainer.send_all()
+    framing.send(trainer.sock, {"op": "abort"})
+    trainer.rank.outcome()
+    assert heard_at(trainer.rank.path) == 0
+
+
+def test_a_trainer_hears_what_is_open_from_the_session_before(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.send_all()
+    trainer.ask({"op": "finish"})
+    framing.send(trainer.sock, {"op": "commit"})
+    assert trainer.rank.outcome().committed
+    trainer.weights.commit()
+    rank_server_module.reply(trainer.rank.peer, {"ok": True})
+    trainer.close()
+    trainer.model.data("n").zero_()
+
+    trainer.session = trainer.weights.begin(
+        trainer.session.writer.manifest.fingerprint, Policy(toy.RUN, 1)
+    )
+    trainer.rank = RankThread(trainer.session)
+    trainer.sock = trainer.connect()
+    assert trainer.ask({"token": TOKEN}) == {"ok": True, "known": ["b"]}
+    trainer.send_all()  # from the bucket that is open
+    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_another_bucket_takes_the_place_of_the_first(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.tensors["n"] += 1
+    trainer.open_bucket("another")
+    assert trainer.weights.memory.known() == ["another"]
+    trainer.send_all()
+    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_the_socket_is_for_this_user_alone() -> None:
+    rank_socket = RankSocket(3)
+    assert stat.S_IMODE(rank_socket.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(rank_socket.path.parent.stat().st_mode) == 0o700
+    rank_socket.close()
+    assert not rank_socket.path.parent.exists()
+
+
+def turned_away(hello: bytes) -> None:
+    trainer = Trainer()
+    trainer.sock.sendall(hello)
+    trainer.sock.shutdown(socket.SHUT_WR)
+    with suppress(ConnectionResetError):
+        while trainer.sock.recv(4096):
+            pass  # until the rank hung up
+    trainer.sock.close()
+    trainer.sock = trainer.connect()
+    trainer.greet()
+    framing.send(trainer.sock, {"op": "abort", "reason": "the right one was served"})
+    assert trainer.rank.outcome().reason == "the right one was served"
+    trainer.rank.peer.close()
+    trainer.close()
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("!I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        framed(b'{"token": "another"}'),
+        framed(b"{}"),
+        framed(b'{"token": null}'),
+        framed(b"no JSON"),
+        framed(b"[" * 100_000),
+        b"\xff\xff\xff\xff",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"",
+    ],
+)
+def test_a_stranger_is_turned_away_and_the_trainer_served(hello: bytes) -> None:
+    turned_away(hello)
+
+
+def test_a_stranger_hears_why() -> None:
+    trainer = Trainer()
+    assert trainer.ask({"token": "another"}).keys() == {"error"}
+    trainer.close()
+    trainer.sock = trainer.connect()
+    trainer.greet()
+    trainer.close()
+    trainer.rank.outcome()
+
+
+def test_another_user_is_turned_away_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that it sends reaches a parser, and it cannot hold the engine by sending nothing."""
+    monkeypatch.setattr(framing, "peer_uid", lambda peer: os.getuid() + 1)
+    rank_socket = RankSocket(0)
+    monkeypatch.setattr(rank_server_module, "CONNECT_TIMEOUT_S", 2.0)
+    heard: list[tuple[bytes, float]] = []
+
+    def stay_silent() -> None:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(20)
+            stranger.connect(str(rank_socket.path))
+            began = time.monotonic()
+            heard.append((stranger.recv(4096), time.monotonic() - began))
+
+    stranger = threading.Thread(target=stay_silent, daemon=True)
+    stranger.start()
+    with pytest.raises(TimeoutError):
+        rank_socket.accept("mine", 1.0, [])
+    stranger.join(20)
+    rank_socket.close()
+    ((refusal, waited_s),) = heard
+    assert b"another session" in refusal and waited_s < 1.0
+
+
+@pytest.mark.guarantee("all-or-none", fault="a begin of several engines whose sender never comes")
+@pytest.mark.parametrize("is_one_of", [1, 2])
+def test_no_trainer_at_all(monkeypatch: pytest.MonkeyPatch, is_one_of: int) -> None:
+    monkeypatch.setattr(rank_server_module, "CONNECT_TIMEOUT_S", 0.05)
+    trainer = Trainer.__new__(Trainer)
+    monkeypatch.setattr(Trainer, "connect", lambda self: socket.socket())
+    Trainer.__init__(trainer, is_one_of=is_one_of)
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, False)
+    assert "no trainer" in outcome.reason
+    trainer.close()
+
+
+@pytest.mark.guarantee("quarantine", fault="an abort while the rank is busy with a step")
+def test_an_abort_is_heard_though_the_trainer_has_hung_up(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = threading.Event()
+    monkeypatch.setattr(
+        trainer.weights.memory, "open_bucket", lambda message, fds: gone.wait(20) and None
+    )
+    framing.send(trainer.sock, {"op": "bucket", "name": "b", "bytes": BUCKET})
+    framing.send(trainer.sock, {"op": "abort", "reason": "out of memory \udcff"})
+    trainer.close()
+    gone.set()
+    outcome = trainer.rank.outcome()
+    assert outcome.reason == "out of memory ?", "and it can be sent on as JSON"
+    assert not outcome.dirty
+
+
+Act = Callable[[Trainer], Any]
+
+
+def bucket_of(size: int, announced: Any, count: int = 1) -> Act:
+    def act(trainer: Trainer) -> Any:
+        fd = sealed(size)
+        try:
+            message = {"op": "bucket", "name": "b", "bytes": announced}
+            return trainer.ask(message, (fd,) * count)
+        finally:
+            os.close(fd)
+
+    return act
+
+
+def unsealed_bucket(trainer: Trainer) -> Any:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, BUCKET)
+    try:
+        return trainer.ask({"op": "bucket", "name": "b", "bytes": BUCKET}, (fd,))
+    finally:
+        os.close(fd)
+
+
+def opened(act: Act) -> Act:
+    def both(trainer: Trainer) -> Any:
+        trainer.open_bucket()
+        return act(trainer)
+
+    return both
+
+
+def with_descriptor(message: dict[str, Any]) -> Act:
+    def act(trainer: Trainer) -> Any:
+        with Path("/proc/self/stat").open() as carried:
+            return trainer.ask(message, (carried.fileno(),))
+
+    return act
+
+
+def chunk(index: Any) -> Act:
+    return lambda trainer: trainer.chunk(index)
+
+
+HANDLE = Handle("00" * 64, BUCKET, "GPU-00000000-0000-0000-0000-000000000000").to_json()
+SEGMENTS = {"op": "segments", "name": "s", "places": {}}
+
+REFUSED: dict[str, tuple[Act, str]] = {
+    "smaller than announced": (bucket_of(4096, 8192), "is 4096 bytes but was announced as 8192"),
+    "infinite": (bucket_of(4096, float("inf")), "inf as its bytes"),
+    "no size": (bucket_of(4096, None), "None as its bytes"),
+    "two descriptors": (bucket_of(4096, 4096, 2), "is 0 bytes"),
+    "not sealed": (unsealed_bucket, "the bucket's size is not sealed"),
+    "no name": (with_descriptor({"op": "bucket", "bytes": 64}), "None as its name"),
+    "a device bucket": (
+        lambda t: t.ask({"op": "bucket", "name": "b", "handle": HANDLE}),
+        "runs on a CPU",
+    ),
+    "no handle": (
+        lambda t: t.ask({"op": "bucket", "name": "b", "handle": None}),
+        "a memory handle must have the fields",
+    ),
+    "parameters in place": (lambda t: t.ask({**SEGMENTS, "handles": [HANDLE]}), "runs on a CPU"),
+    "no handles": (with_descriptor(SEGMENTS), "None as its handles"),
+    "handles are null": (lambda t: t.ask({**SEGMENTS, "handles": None}), "None as its handles"),
+    "a chunk first": (chunk(0), "open the bucket first"),
+    "too small for two chunks": (
+        lambda t: bucket_of(BUCKET, BUCKET - 1)(t) and t.chunk(0),
+        "131071 bytes, its slots need 131072",
+    ),
+    "an unknown step": (lambda t: t.ask({"op": "eval"}), "no step 'eval'"),
+    "no step": (with_descriptor({}), "no step None"),
+    "no number of a part": (with_descriptor({"op": "chunk"}), "chunk None is not awaited"),
+    "a chunk that there is not": (opened(chunk(2)), "chunk 2 is not awaited"),
+    "a chunk is a list": (opened(chunk([0])), "chunk [0] is not awaited"),
+    "a chunk is a truth value": (opened(chunk(True)), "chunk True is not awaited"),
+    "a chunk is a fraction": (opened(chunk(1.0)), "chunk 1.0 is not awaited"),
+    "finish first": (lambda t: t.ask({"op": "finish"}), "2 of 2 chunks are missing, w among them"),
+}
+
+
+@pytest.mark.guarantee("malformed", fault="steps of an update with missing, wrong or extra fields")
+@pytest.mark.parametrize(("act", "fault"), REFUSED.values(), ids=REFUSED)
+def test_a_malformed_step_ends_the_session(trainer: Trainer, act: Act, fault: str) -> None:
+    answer = act(trainer)
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert not outcome.dirty
+    assert answer == {"error": outcome.reason}
+    assert fault in outcome.reason
+    assert trainer.sock.recv(1) == b""  # the rank hung up
+
+
+@pytest.mark.parametrize("op", ["bucket", "segments"])
+def test_a_trainer_hears_that_host_memory_would_do(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """Where its GPU memory cannot be opened; nothing is written then."""
+
+    def refuse(handle: Handle, device: int) -> None:
+        raise CudaMemoryError("these GPUs have no peer access")
+
+    monkeypatch.setattr("sgl_fp8rl.receiver.writers.shared_memory.Mapping", refuse)
+    trainer.weights.memory = SharedMemory(torch.device("cuda", 0))
+    message = {"op": op, "name": "x", "handle": HANDLE, "handles": [HANDLE], "places": {}}
+    assert trainer.ask(message) == {"error": "these GPUs have no peer access", "retry": "host"}
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, False)
+
+
+@pytest.mark.guarantee("malformed", fault="frames that are not messages")
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff", framed(b"no JSON"), framed(b"[1]"), framed(b"\xff"), b"\0\0"]
+)
+def test_a_malformed_frame_ends_the_session(trainer: Trainer, data: bytes) -> None:
+    trainer.sock.sendall(data)
+    trainer.sock.shutdown(socket.SHUT_WR)
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert "is gone" in outcome.reason
+
+
+def test_a_chunk_twice(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.chunk(0)
+    assert "chunk 0 is not awaited" in trainer.chunk(0)["error"]
+    assert trainer.rank.outcome().dirty
+
+
+def test_nan_in_a_part(trainer: Trainer) -> None:
+    trainer.tensors["w"][200, 100] = float("nan")
+    trainer.open_bucket()
+    assert "w holds NaN or Inf" in trainer.chunk(0)["error"]
+    assert trainer.rank.outcome().dirty
+
+
+def test_an_error_of_any_class_ends_the_session(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OddError(Exception):
+        pass
+
+    def odd(_index: int) -> None:
+        raise OddError("nobody foresaw it")
+
+    trainer.open_bucket()
+    monkeypatch.setattr(trainer.session, "write", odd)
+    assert "OddError: nobody foresaw it" in trainer.chunk(0)["error"]
+    assert not trainer.rank.outcome().committed
+
+
+def test_commit_before_finish(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.send_all()
+    framing.send(trainer.sock, {"op": "commit"})
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, True)
+    assert "before finish" in outcome.reason
+    assert trainer.rank.peer is not None  # it waits for the reply of all ranks
+
+
+def test_abort_keeps_its_reason(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.chunk(1)
+    framing.send(trainer.sock, {"op": "abort", "reason": "out of memory in the trainer"})
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, True)
+    assert outcome.reason == "out of memory in the trainer"
+
+
+@pytest.mark.guarantee("quarantine", fault="the trainer dies before, between and after the chunks")
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+def test_a_trainer_that_dies(trainer: Trainer, chunks: int) -> None:
+    trainer.open_bucket()
+    for index in range(chunks):
+        trainer.chunk(index)
+    trainer.close()
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, chunks > 0)
+    assert "is gone" in outcome.reason
+
+
+def test_a_trainer_that_dies_before_it_hears_the_reply(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    again = {"op": "bucket", "name": "b", "bytes": BUCKET, "padding": "x" * 10_000}
+    fd = sealed(BUCKET)
+    for _ in range(20):
+        framing.send(trainer.sock, again, (fd,))
+    os.close(fd)
+    trainer.close()
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert "is gone" in outcome.reason
+
+
+def test_a_trainer_that_falls_silent() -> None:
+    trainer = Trainer(silence_s=0.2)
+    trainer.greet()
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert "silent" in outcome.reason
+    assert trainer.sock.recv(1) == b""
+    trainer.close()
+
+
+def test_a_temporary_folder_with_a_long_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A Unix socket's path has 108 bytes; what was made for it must not stay behind."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(OSError, match="AF_UNIX path too long"):
+        RankSocket(0)
+    assert list(long.iterdir()) == []
+
+
+def test_peers_that_are_turned_away_do_not_hold_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sgl_fp8rl.receiver.rank_server.CONNECT_TIMEOUT_S", 0.5)
+    rank_socket = RankSocket(0)
+    done = threading.Event()
+
+    def knock() -> None:
+        while not done.wait(0.05):
+            with suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(str(rank_socket.path))
+                framing.send(peer, {"token": "another"})
+                framing.receive(peer)
+
+    knocker = threading.Thread(target=knock, daemon=True)
+    knocker.start()
+    try:
+        with pytest.raises(TimeoutError):
+            rank_socket.accept("mine", 1.0, [])
+    finally:
+        done.set()
+        knocker.join(5)
+        rank_socket.close()
+
+
+def test_silent_peers_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has less time than what is left of it; in that of all the trainer is waited for."""
+    times = iter([0.0, 1.0, 25.0, 31.0])
+    monkeypatch.setattr(rank_server_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    given: list[float | None] = []
+
+    def silent(peer: socket.socket, most_bytes: int) -> None:
+        given.append(peer.gettimeout())
+        assert most_bytes < 1 << 16, "of a peer that is not known yet little is read"
+        raise TimeoutError
+
+    monkeypatch.setattr(framing, "receive", silent)
+    rank_socket = RankSocket(0)
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
+        for peer in (one, other):
+            peer.connect(str(rank_socket.path))
+        with pytest.raises(TimeoutError, match="no trainer"):
+            rank_socket.accept("mine", 1.0, [])
+    rank_socket.close()
+    assert given == [10.0, 5.0]

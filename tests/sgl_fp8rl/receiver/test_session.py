@@ -1,0 +1,480 @@
+"""Sessions: the state an engine is left in, what SGLang's loader writes, and fixed addresses."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.protocol.chunks import ChunkSlice
+from sgl_fp8rl.protocol.manifest import ManifestError, describe
+from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.receiver.engine_weights import EngineWeights
+from sgl_fp8rl.receiver.session import Session, SessionError
+from sgl_fp8rl.receiver.writers.shared_memory import Bucket, SharedMemoryError
+from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.toy import BF16, BIG, Model, Weights, begin, ragged, update
+
+
+@pytest.fixture
+def weights() -> EngineWeights:
+    return toy.engine(toy.toy(), toy.SHAPES)
+
+
+# -- versions and states
+
+
+def test_versions_only_grow(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    update(weights, tensors, version=3)
+    for version in (0, 2, 3):
+        with pytest.raises(ManifestError, match=f"version {version} is not newer"):
+            weights.check_policy(Policy(toy.RUN, version))
+    update(weights, tensors, version=7)
+    assert weights.policy.version == 7
+
+
+def test_a_run_does_not_come_back_once_another_committed(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    update(weights, tensors, version=5)
+    begin(weights, tensors, version=0, run="another")
+    weights.quarantine("its trainer died")
+    weights.check_policy(Policy(toy.RUN, 6))  # what did not commit replaced nothing
+    update(weights, tensors, version=0, run="another")
+    with pytest.raises(ManifestError, match=f"'{toy.RUN}' was replaced"):
+        weights.check_policy(Policy(toy.RUN, 6))
+    weights.check_policy(Policy("a third", 0))
+
+
+def test_a_commit_is_known_by_its_token_while_it_serves(weights: EngineWeights) -> None:
+    session = begin(weights, toy.checkpoint(), version=3)
+    toy.write(session, toy.checkpoint())
+    session.finish()
+    assert not weights.committed_by("t", session.policy)
+    weights.commit("t")
+    assert weights.committed_by("t", session.policy)
+    assert not weights.committed_by("other", session.policy)
+    assert not weights.committed_by("t", Policy(toy.RUN, 4))
+    assert not weights.committed_by("t", Policy("another", 3))
+    weights.quarantine("released")
+    assert not weights.committed_by("t", session.policy)
+    assert not weights.committed_by("", session.policy)
+
+
+def test_a_second_session_is_refused(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    session = begin(weights, tensors, version=1)
+    assert weights.state is State.UPDATING
+    with pytest.raises(ManifestError, match="an update to version 1 is under way"):
+        weights.check_policy(Policy(toy.RUN, 2))
+    assert weights.session is session
+
+
+def test_a_session_that_wrote_nothing_leaves_things_as_they_were(weights: EngineWeights) -> None:
+    begin(weights, toy.checkpoint())
+    weights.resume()
+    assert (weights.state, weights.reason, weights.policy.version) == (State.SERVING, "", -1)
+    weights.quarantine("a fault")
+    begin(weights, toy.checkpoint())
+    weights.resume()
+    assert (weights.state, weights.reason) == (State.QUARANTINED, "a fault")
+
+
+@pytest.mark.guarantee("quarantine", fault="an update after a failed one")
+def test_a_complete_update_heals_a_quarantined_engine(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    session = begin(weights, tensors, chunk_bytes=1 << 17)
+    assert len(session.writer.chunks) > 2
+    session.write(0)
+    weights.quarantine("it broke off")
+    assert (weights.state, weights.policy.version, weights.session) == (State.QUARANTINED, -1, None)
+    update(weights, tensors, version=0)
+    assert (weights.state, weights.reason, weights.policy.version) == (State.SERVING, "", 0)
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+def test_an_engine_serves_nothing_before_its_first_weights() -> None:
+    weights = EngineWeights(toy.toy(), BF16)
+    assert weights.state is State.QUARANTINED
+    assert weights.policy.version == -1
+
+
+def test_the_first_update_records_the_routes() -> None:
+    """An engine with dummy weights knows its tensors from the first manifest."""
+    weights = EngineWeights(toy.toy(), BF16)
+    tensors = toy.checkpoint()
+    update(weights, toy.quantized(tensors))
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+def test_a_first_manifest_that_the_loader_refuses_leaves_no_routes() -> None:
+    weights = EngineWeights(toy.toy(), BF16)
+    tensors = toy.checkpoint()
+    wrong = {**tensors, "unknown.weight": torch.zeros(4)}
+    with pytest.raises(ManifestError, match=r"failed at unknown\.weight"):
+        weights.accept(describe(wrong.items()))
+    partial = {name: t for name, t in tensors.items() if name != "attn.k.weight"}
+    with pytest.raises(ManifestError, match=r"elements of attn\.qkv\.weight"):
+        weights.accept(describe(partial.items()))
+    assert weights.table is None
+    update(weights, tensors)
+
+
+def test_what_fails_before_the_first_write_leaves_the_version_whole(
+    weights: EngineWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an allocation: nothing is lost, so the engine need not be quarantined."""
+    before = toy.contents(weights.model)
+    session = begin(weights, toy.checkpoint())
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "slot", no_memory)
+        with pytest.raises(MemoryError):
+            session.write(0)
+    assert not session.dirty
+    assert toy.same(toy.contents(weights.model), before)
+    toy.write(session, toy.checkpoint())
+    assert session.dirty
+
+
+def test_what_is_only_kept_for_the_loader_is_not_a_write() -> None:
+    gemma = Gemma(GEMMA)
+    weights = toy.engine(gemma.model, GEMMA)
+    tensors = toy.checkpoint(shapes=GEMMA)
+    session = begin(weights, tensors, chunk_bytes=128 * 128 * 2)
+    (norm,) = [i for i, chunk in enumerate(session.writer.chunks) if chunk[0].name == "norm"]
+    toy.fill(session, tensors, norm)
+    session.write(norm)
+    assert not session.dirty
+
+
+def test_a_dirty_session_does_not_taint_the_next_one(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    begin(weights, tensors).write(0)
+    weights.quarantine("it broke off")
+    assert not begin(weights, tensors).dirty
+
+
+def test_an_update_writes_constants_again(weights: EngineWeights) -> None:
+    """Such as vocabulary padding: a memory saver that released the weights loses it too."""
+    weights.model.data("embed.weight")[toy.VOCAB :].fill_(float("nan"))
+    tensors = toy.checkpoint()
+    update(weights, tensors)
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+# -- writers and memory that are kept from update to update
+
+
+def accept(weights: EngineWeights, tensors: toy.Tensors, chunk_bytes: int) -> str:
+    manifest = describe(tensors.items(), chunk_bytes)
+    weights.accept(manifest)
+    return manifest.fingerprint
+
+
+def test_a_manifest_is_worked_out_once(weights: EngineWeights) -> None:
+    first, second = toy.checkpoint(0), toy.checkpoint(1)
+    update(weights, first, version=0)
+    fingerprint = describe(second.items(), toy.CHUNK_BYTES).fingerprint
+    assert weights.knows(fingerprint)
+    session = weights.begin(fingerprint, Policy(toy.RUN, 1))
+    toy.write(session, second)
+    session.finish()
+    weights.commit()
+    assert weights.policy.version == 1
+    assert toy.same(toy.contents(weights.model), toy.expected(second))
+
+
+def test_the_last_four_plans_are_kept(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    known = [accept(weights, tensors, 256 * lines) for lines in range(400, 404)]
+    assert all(weights.knows(fingerprint) for fingerprint in known)
+    weights.begin(known[0], Policy(toy.RUN, 0))  # used, so it is the last to be forgotten
+    weights.resume()
+    newer = accept(weights, tensors, 256 * 500)
+    assert [weights.knows(f) for f in [*known, newer]] == [True, False, True, True, True]
+    accept(weights, tensors, 256 * 500)  # the same again pushes nothing out
+    assert [weights.knows(f) for f in [*known, newer]] == [True, False, True, True, True]
+    weights.forget(newer)
+    weights.forget("unknown")
+    assert [weights.knows(f) for f in [*known, newer]] == [True, False, True, True, False]
+
+
+def test_a_manifest_that_is_refused_is_not_known(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    wrong = {**tensors, "norm.weight": torch.zeros(64)}
+    with pytest.raises(ManifestError, match=r"norm\.weight has shape"):
+        accept(weights, wrong, toy.CHUNK_BYTES)
+    with pytest.raises(ManifestError, match="larger --fp8rl-bucket-bytes"):
+        accept(weights, tensors, 256)
+    for tried, chunk_bytes in ((wrong, toy.CHUNK_BYTES), (tensors, 256)):
+        assert not weights.knows(describe(tried.items(), chunk_bytes).fingerprint)
+
+
+def test_the_bucket_stays_open_while_updates_succeed(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    update(weights, tensors)
+    assert weights.memory.known() == ["toy"]
+    begin(weights, tensors, version=1)
+    weights.resume()
+    assert weights.memory.known() == []
+    begin(weights, tensors, version=1)
+    weights.quarantine("it broke off")
+    assert weights.memory.known() == []
+
+
+class FakeSegments:
+    """Parameters of the trainer that are open, with names and places but no GPU."""
+
+    name = "parameters"
+
+    def __init__(self, tensors: toy.Tensors) -> None:
+        self.tensors, self.closed = tensors, False
+
+    def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
+        found = self.tensors[chunk_slice.name]
+        assert (found.dtype, tuple(found.shape)) == (spec.dtype, spec.shape)
+        return found
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_mapped_tensors_make_the_last_chunk() -> None:
+    """What is routed and what falls back, each once in the bucket and once in place."""
+    shapes: toy.Shapes = {"norm": (128,), "w": (256, 128), "v": (256, 128)}
+    gemma = Gemma(shapes)
+    weights = toy.engine(gemma.model, shapes)
+    for version, mapped in enumerate([("w",), ("norm", "v")]):
+        tensors = toy.checkpoint(version, shapes=shapes)
+        manifest = describe(tensors.items(), 1 << 16, mapped)
+        weights.accept(manifest)
+        weights.memory.bucket = Bucket("toy", torch.zeros(1 << 17, dtype=torch.uint8))
+        session = weights.begin(manifest.fingerprint, Policy(toy.RUN, version))
+        last = len(session.writer.chunks) - 1
+        with pytest.raises(SharedMemoryError, match="segments; open them first"):
+            session.write(last)
+        in_place = FakeSegments({name: tensors[name] for name in mapped})
+        weights.memory.segments = in_place  # type: ignore[assignment]
+        for index in range(last):
+            toy.fill(session, tensors, index)
+            session.write(index)
+        session.write(last)
+        session.finish()
+        weights.commit()
+        for name in shapes:
+            assert torch.equal(gemma.model.data(name), tensors[name])
+        assert torch.equal(gemma.model.get_buffer("plus_one"), tensors["norm"] + 1.0)
+        assert not in_place.closed
+        weights.memory.segments = None
+
+
+def test_an_update_that_maps_nothing_lets_go_of_the_trainers_parameters() -> None:
+    weights, tensors = ragged(), toy.checkpoint(shapes=BIG)
+    in_place = FakeSegments({})
+    weights.memory.segments = in_place  # type: ignore[assignment]
+    assert weights.memory.known() == ["parameters"]
+    begin(weights, tensors)
+    assert in_place.closed
+    assert weights.memory.known() == ["toy"]
+
+
+# -- what goes through SGLang's loader, and addresses
+
+
+class Gemma:
+    """A loader that keeps weight + 1 beside a norm's weight, unless it is told to skip it."""
+
+    def __init__(self, shapes: toy.Shapes) -> None:
+        self.skips = False
+        storage = {name: torch.zeros(shape, dtype=BF16) for name, shape in shapes.items()}
+        self.model = Model(storage, self.load)
+        self.model.register_buffer("plus_one", torch.ones(shapes["norm"], dtype=BF16))
+
+    def load(self, model: Model, named: Weights) -> None:
+        for name, weight in named:
+            if name == "norm" and self.skips:
+                continue
+            model.data(name).copy_(weight)
+            if name == "norm":
+                torch.add(model.data(name), 1.0, out=model.get_buffer("plus_one"))
+
+
+GEMMA: toy.Shapes = {"w": (256, 128), "norm": (128,)}
+
+
+def test_what_falls_back_goes_through_the_loader_with_all_that_is_derived() -> None:
+    gemma = Gemma(GEMMA)
+    weights = toy.engine(gemma.model, GEMMA)
+    tensors = toy.checkpoint(shapes=GEMMA)
+    update(weights, tensors)
+    assert torch.equal(gemma.model.data("norm"), tensors["norm"])
+    assert torch.equal(gemma.model.get_buffer("plus_one"), tensors["norm"] + 1.0)
+    assert torch.equal(gemma.model.data("w"), tensors["w"])
+
+
+def test_a_loader_that_leaves_its_parameter_unwritten_is_caught() -> None:
+    gemma = Gemma(GEMMA)
+    weights = toy.engine(gemma.model, GEMMA)
+    gemma.skips = True
+    with pytest.raises(SessionError, match="left norm unwritten"):
+        update(weights, toy.checkpoint(shapes=GEMMA))
+    assert weights.state is not State.SERVING
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_never_reaches_the_loader(bad: float) -> None:
+    gemma = Gemma(GEMMA)
+    weights = toy.engine(gemma.model, GEMMA)
+    tensors = toy.checkpoint(shapes=GEMMA)
+    tensors["norm"][5] = bad
+    with pytest.raises(ValueError, match="norm holds NaN or Inf"):
+        update(weights, tensors)
+    assert weights.state is not State.SERVING
+    assert torch.equal(gemma.model.data("norm"), torch.zeros(128, dtype=BF16))
+
+
+@pytest.mark.parametrize(
+    ("shape", "slices"),
+    [
+        ((20_000,), [(0, 16_384), (16_384, 20_000)]),
+        ((300, 128), [(0, 128), (128, 256), (256, 300)]),
+        ((5, 64, 128), [(0, 2), (2, 4), (4, 5)]),
+    ],
+)
+def test_what_falls_back_is_held_until_it_is_whole(
+    shape: tuple[int, ...], slices: list[tuple[int, int]]
+) -> None:
+    shapes: toy.Shapes = {"norm": shape, "w": (256, 128)}
+    gemma = Gemma(shapes)
+    weights = toy.engine(gemma.model, shapes)
+    tensors = toy.checkpoint(shapes=shapes)
+    session = begin(weights, tensors, chunk_bytes=128 * 128 * 2)
+    assert [p.rows for chunk in session.writer.chunks for p in chunk if p.name == "norm"] == slices
+    for index in reversed(range(len(session.writer.chunks))):
+        toy.fill(session, tensors, index)
+        session.write(index)
+        assert not gemma.model.data("norm").any()  # the loader takes whole tensors only
+    session.finish()
+    assert torch.equal(gemma.model.data("norm"), tensors["norm"])
+    assert torch.equal(gemma.model.get_buffer("plus_one"), tensors["norm"] + 1.0)
+    assert torch.equal(gemma.model.data("w"), tensors["w"])
+
+
+def test_a_scalar_that_falls_back_is_held() -> None:
+    gemma = Gemma({"norm": (), "w": (256, 128)})
+    weights = toy.engine(gemma.model, {"norm": (), "w": (256, 128)})
+    tensors = {"norm": torch.tensor(2.5, dtype=BF16), "w": torch.ones(256, 128, dtype=BF16)}
+    update(weights, tensors)
+    assert gemma.model.data("norm").item() == 2.5
+    assert gemma.model.get_buffer("plus_one").item() == 3.5
+
+
+def test_a_value_that_overflows_in_the_loaders_parameter_is_refused() -> None:
+    """FP32's largest number is finite, and Inf in BF16."""
+    weights = toy.engine(Gemma(GEMMA).model, GEMMA)
+    tensors = toy.checkpoint(shapes=GEMMA)
+    tensors["norm"] = torch.full((128,), torch.finfo(torch.float32).max)
+    with pytest.raises(ValueError, match="norm holds NaN or Inf"):
+        update(weights, tensors)
+    assert weights.state is not State.SERVING
+
+
+@pytest.mark.guarantee("in-place", fault="a parameter that moves during an update")
+def test_a_parameter_that_moved_is_caught() -> None:
+    weights = ragged()
+    tensors = toy.checkpoint(shapes=BIG)
+    session = begin(weights, tensors)
+    toy.write(session, tensors)
+    parameter = weights.model.get_parameter("norm")
+    parameter.data = parameter.data.clone()
+    with pytest.raises(SessionError, match="norm moved in memory"):
+        session.finish()
+    assert not session.finished
+
+
+def test_a_parameter_that_is_new_is_caught() -> None:
+    weights = ragged()
+    weights.check_addresses()
+    weights.model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(SessionError, match="extra moved in memory"):
+        weights.check_addresses()
+
+
+# -- a stream: names come with the chunks
+
+
+def streamed(weights: EngineWeights, tensors: toy.Tensors) -> Session:
+    manifest = describe(tensors.items(), 1 << 17, streamed=True)
+    weights.accept(manifest)
+    bucket = torch.full((2 * manifest.chunk_bytes,), 0xA5, dtype=torch.uint8)
+    weights.memory.bucket = Bucket("toy", bucket)
+    return weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_stream_in_any_order_leaves_the_oracles_bytes(
+    weights: EngineWeights, reverse: bool
+) -> None:
+    tensors = toy.checkpoint()
+    session, written = streamed(weights, tensors), 0
+    for name in sorted(tensors, reverse=reverse):
+        session.extend([name])
+        for index in range(written, len(session.writer.chunks) - 1):
+            toy.fill(session, tensors, index)
+            session.write(index)
+            written += 1
+    toy.fill(session, tensors, written)
+    session.write(written)
+    session.finish()
+    weights.commit()
+    assert written > 2
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+    # its chunks are those of one stream
+    assert not weights.knows(session.writer.manifest.fingerprint)
+
+
+@pytest.mark.parametrize("names", ["norm.weight", [1], ["unknown"], {"norm.weight": 1}, None])
+def test_a_stream_goes_on_with_names_of_its_manifest(weights: EngineWeights, names: Any) -> None:
+    session = streamed(weights, toy.checkpoint())
+    with pytest.raises(SessionError):
+        session.extend(names)
+    assert not session.dirty
+
+
+def test_a_tensor_is_streamed_once(weights: EngineWeights) -> None:
+    session = streamed(weights, toy.checkpoint())
+    session.extend(["norm.weight"])
+    with pytest.raises(SessionError, match=r"norm\.weight' is not due"):
+        session.extend(["norm.weight"])
+
+
+def test_what_is_not_a_stream_is_not_extended(weights: EngineWeights) -> None:
+    session = begin(weights, toy.checkpoint())
+    with pytest.raises(SessionError, match="is not due"):
+        session.extend(["norm.weight"])
+
+
+def test_a_chunk_of_a_stream_is_written_when_it_is_full(weights: EngineWeights) -> None:
+    """Or the tensors that come into it later would not be written."""
+    tensors = toy.checkpoint()
+    session = streamed(weights, tensors)
+    session.extend(["norm.weight"])
+    toy.fill(session, tensors, 0)
+    session.write(0)
+    with pytest.raises(SessionError, match="chunk 0 was written before"):
+        session.extend(["attn.q.bias"])
+
+
+def test_a_stream_that_ends_early_is_not_committed(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    session = streamed(weights, tensors)
+    with pytest.raises(SessionError, match=r"missing: .* and 13 more"):
+        session.finish()
+    session.extend(list(tensors))
+    with pytest.raises(SessionError, match="chunks are missing"):
+        session.finish()

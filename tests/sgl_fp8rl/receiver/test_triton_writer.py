@@ -1,0 +1,652 @@
+"""The writer of a GPU on the CPU; ``fake_gpu.py`` stands for its kernels."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.block_fp8 import SCALES
+from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
+from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
+from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
+from sgl_fp8rl.ops.weight_quant_triton import Status
+from sgl_fp8rl.protocol.chunks import Piece
+from sgl_fp8rl.protocol.manifest import describe
+from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.receiver.session import Session
+from sgl_fp8rl.receiver.writers import cut_blocks, triton_writer
+from sgl_fp8rl.receiver.writers.shared_memory import Bucket, Segments, SharedMemoryError
+from tests import oracle
+from tests.sgl_fp8rl.receiver import fake_gpu, toy
+from tests.sgl_fp8rl.receiver.fake_gpu import (
+    GPUS,
+    SECONDS,
+    Damage,
+    FakeLaunch,
+    Interpreter,
+    OnDevice,
+    engine,
+    span_of,
+)
+from tests.sgl_fp8rl.receiver.toy import BF16, FP8, Model, Weights
+
+gpu = fake_gpu.gpu
+CPU = torch.device("cpu")
+BLOCK_ROWS = 128 * toy.HEADS
+"""Elements of 128 rows of the widest matrix of the toy model."""
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_update_leaves_the_oracles_bytes(
+    gpu: Interpreter, dtype: torch.dtype, tp: int, small: bool
+) -> None:
+    chunk_bytes = BLOCK_ROWS * dtype.itemsize if small else toy.CHUNK_BYTES
+    for rank in range(tp):
+        weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
+        for version in range(2):  # the second time from the tables of the first
+            tensors = toy.checkpoint(version, dtype=dtype)
+            toy.update(weights, tensors, version, chunk_bytes)
+            assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
+
+
+@pytest.mark.parametrize("chunk_bytes", [BLOCK_ROWS + 256, toy.CHUNK_BYTES])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_codes_and_scales_leave_the_same_bytes_as_their_weights(
+    gpu: Interpreter, tp: int, chunk_bytes: int
+) -> None:
+    tensors = toy.checkpoint()
+    for rank in range(tp):
+        weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
+        toy.update(weights, toy.quantized(tensors), chunk_bytes=chunk_bytes)
+        assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
+
+
+DAMAGE: dict[str, Damage] = {
+    "one is missing": lambda descriptors: descriptors[:-1],
+    "a row too low": lambda descriptors: [shifted(descriptors[0]), *descriptors[1:]],
+    "two exchange what they read": lambda descriptors: [
+        *descriptors[:1],
+        *exchanged(descriptors[1:3]),
+        *descriptors[3:],
+    ],
+    "the scales of another block": lambda descriptors: [
+        m._replace(scales=m.scales + 4) if m.scales else m for m in descriptors
+    ],
+    "scales in columns": lambda descriptors: [
+        m._replace(scale_stride=m.scale_stride + 1) if m.scales else m for m in descriptors
+    ],
+    "rows read too far apart": lambda descriptors: [
+        m._replace(source_stride=m.source_stride + 1, rows=m.rows - 1 or 1) for m in descriptors
+    ],
+    "the other half": lambda descriptors: [
+        m._replace(source=descriptors[0].source) for m in descriptors
+    ],
+}
+
+
+def shifted(descriptor: CopyDescriptor) -> CopyDescriptor:
+    """Every row one row further down; the last is left out."""
+    step = descriptor.target_stride * descriptor.target_dtype.itemsize
+    if descriptor.rows == 1:  # a box that is contiguous is one row
+        half = descriptor.cols // 2
+        return descriptor._replace(
+            cols=half, target=descriptor.target + half * descriptor.target_dtype.itemsize
+        )
+    return descriptor._replace(rows=descriptor.rows - 1, target=descriptor.target + step)
+
+
+def exchanged(pair: list[CopyDescriptor]) -> list[CopyDescriptor]:
+    one, other = pair
+    return [one._replace(source=other.source), other._replace(source=one.source)]
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_the_controls_wrong_moves_leave_other_bytes_or_leave_their_memory(
+    gpu: Interpreter, damage: Damage
+) -> None:
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    gpu.damage = damage
+    try:
+        toy.update(weights, tensors)
+    except AssertionError as error:
+        assert "not this move's to touch" in str(error)
+        return
+    assert not toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+# -- shapes that the toy model has not
+
+
+def copy_all(model: Model, named: Weights) -> None:
+    for name, weight in named:
+        model.data(name).copy_(weight)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("lines", [200, 233, 350, 1200])
+def test_ragged_blocks_split_anywhere(gpu: Interpreter, lines: int, fp8: bool) -> None:
+    tensors = toy.checkpoint(shapes=toy.BIG)
+    codes, scale = oracle.quantize_weight(tensors["w"].float().numpy())
+    streamed = tensors
+    if fp8:
+        w = {"w": torch.from_numpy(codes).view(FP8), "w_scale_inv": torch.from_numpy(scale)}
+        streamed = {**tensors, **w}
+    weights = toy.ragged()
+    gpu.writable += [span_of(parameter) for parameter in weights.model.parameters()]
+    toy.update(weights, streamed, chunk_bytes=256 * (lines // 2 + 1 if fp8 else lines))
+    found = toy.contents(weights.model)
+    assert found["w"].tobytes() == codes.tobytes()
+    assert found["w_scale_inv"].tobytes() == scale.tobytes()
+    assert found["norm"].tobytes() == tensors["norm"].view(torch.uint8).numpy().tobytes()
+
+
+EXPERTS: toy.Shapes = {"gate_up": (4, 512, 256), "down": (4, 256, 512), "router": (4, 256)}
+
+
+def experts(rank: int) -> tuple[Model, Callable[[toy.Tensors], dict[str, NDArray[np.uint8]]]]:
+    """Two of four experts, and half of each: rows of one matrix, columns of the other."""
+
+    half = slice(rank * 256, rank * 256 + 256)
+    boxes: dict[str, Any] = {
+        "gate_up": (slice(2, 4), half),
+        "down": (slice(2, 4), slice(None), half),
+        "router": (slice(None), slice(128, None)),
+    }
+
+    def load(model: Model, named: Weights) -> None:
+        for name, weight in named:
+            model.data(name).copy_(weight[boxes[name]])
+
+    def expected(tensors: toy.Tensors) -> dict[str, NDArray[np.uint8]]:
+        parts = {name: t[boxes[name]].contiguous() for name, t in tensors.items()}
+        whole = {"router": parts["router"].view(torch.uint8).numpy().reshape(-1)}
+        for name in ("gate_up", "down"):
+            codes, scale = oracle.quantize_weight(parts[name].float().numpy())
+            whole[name] = codes.reshape(-1)
+            whole[f"{name}_scale_inv"] = scale.reshape(-1).view(np.uint8)
+        return whole
+
+    storage = {
+        **toy.fp8_storage("gate_up", 2, 256, 256),
+        **toy.fp8_storage("down", 2, 256, 256),
+        "router": torch.zeros(4, 128, dtype=BF16),
+    }
+    return Model(storage, load), expected
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("experts_in_a_chunk", [1, 3, 8])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_in_one_tensor(
+    gpu: Interpreter, rank: int, experts_in_a_chunk: int, fp8: bool
+) -> None:
+    tensors = toy.checkpoint(shapes=EXPERTS)
+    model, expected = experts(rank)
+    weights = engine(gpu, model, EXPERTS)
+    streamed: toy.Tensors = {}
+    for name, tensor in tensors.items():
+        if fp8 and name != "router":
+            codes, scale = oracle.quantize_weight(tensor.float().numpy())
+            streamed[name] = torch.from_numpy(codes).view(FP8)
+            streamed[f"{name}_scale_inv"] = torch.from_numpy(scale)
+        else:
+            streamed[name] = tensor
+    toy.update(
+        weights, streamed, chunk_bytes=experts_in_a_chunk * (512 * 256 * (1 if fp8 else 2) + 256)
+    )
+    assert toy.same(toy.contents(model), expected(tensors))
+
+
+def test_scalars_columns_and_more_dimensions(gpu: Interpreter) -> None:
+    shapes: toy.Shapes = {
+        "scalar": (),
+        "column": (64, 4),
+        "columns": (3, 64, 4),
+        "row": (1, 96),
+        "conv": (5, 6, 7, 8),
+        "in a stack": (40,),
+    }
+    parts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "column": lambda w: w[:, 1:2],
+        "columns": lambda w: w[1:, :, 2:3],
+        "conv": lambda w: w[1:4, 2:5, :, 3:7],
+    }
+
+    def part(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return parts.get(name, lambda w: w)(weight)
+
+    def load(model: Model, named: Weights) -> None:
+        for name, weight in named:
+            target = model.data(name)
+            if name == "in a stack":
+                target[0].zero_()
+                target[2].zero_()
+                target = target[1]
+            target.copy_(part(name, weight))
+
+    tensors = toy.checkpoint(shapes=shapes, dtype=torch.float32)
+    storage = {n: torch.zeros(part(n, t).shape, dtype=BF16) for n, t in tensors.items()}
+    storage["in a stack"] = torch.zeros(3, 40)
+    model = Model(storage, load)
+    weights = toy.EngineWeights(model, BF16)
+    weights.state = State.SERVING
+    gpu.writable += [span_of(parameter) for parameter in model.parameters()]
+    toy.update(weights, tensors, chunk_bytes=2048)
+    for name, tensor in tensors.items():
+        found = model.data(name)[1] if name == "in a stack" else model.data(name)
+        assert torch.equal(found, part(name, tensor).to(found.dtype)), name
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[list[int], Region, list[int], Region]:
+    """Two tensors' shapes and a box in each, of equal sizes but for dimensions of length 1."""
+
+    def in_tensor(lengths: list[int]) -> tuple[list[int], Region]:
+        for _ in range(draw(st.integers(0, 2))):
+            lengths.insert(draw(st.integers(0, len(lengths))), 1)
+        starts = [draw(st.integers(0, 2)) for _ in lengths]
+        region = tuple((start, start + n) for start, n in zip(starts, lengths, strict=True))
+        return [stop + draw(st.integers(0, 2)) for _, stop in region], region
+
+    lengths = draw(st.lists(st.integers(1, 5), max_size=4))
+    return *in_tensor(list(lengths)), *in_tensor([n for n in lengths if n != 1])
+
+
+@given(boxes(), st.sampled_from([torch.float16, torch.float32]))
+def test_a_box_of_any_form_is_copied(
+    drawn: tuple[list[int], Region, list[int], Region], dtype: torch.dtype
+) -> None:
+    src_shape, src, dst_shape, dst = drawn
+    source = torch.arange(torch.Size(src_shape).numel()).to(dtype).view(src_shape)
+    target = torch.full(dst_shape, -1.0, dtype=dtype)
+    expected = target.clone()
+    view(expected, dst).copy_(view(source, src).reshape(view(expected, dst).shape))
+    placed = Placed(0, dtype, strides_of(tuple(src_shape))), placed_at(target)
+    descriptors = list(describe_copy(placed[0], src, placed[1], dst))
+    assert carry_out(descriptors, source, [target], dtype) == (None, True)
+    assert torch.equal(target, expected)
+
+
+def placed_at(tensor: torch.Tensor) -> Placed:
+    return Placed(tensor.data_ptr(), tensor.dtype, tensor.stride())
+
+
+def carry_out(
+    descriptors: list[CopyDescriptor],
+    source: torch.Tensor,
+    targets: list[torch.Tensor],
+    dtype: torch.dtype,
+) -> tuple[int | None, bool]:
+    """The least tag of a bad value, and whether all tiles are done."""
+    interpreter, status = Interpreter(), Status(CPU)
+    interpreter.shared = [span_of(source)]
+    interpreter.writable = [span_of(target) for target in targets]
+    launch = FakeLaunch(interpreter, descriptors, dtype)
+    launch.run(source.data_ptr(), status)
+    bad, tiles = status.read()
+    return bad, tiles == launch.tiles
+
+
+def blocks(draw: st.DrawFn, length: int) -> tuple[int, int]:
+    """A span of whole 128-blocks, but for the ragged end."""
+    count = -(-length // 128)
+    first = draw(st.integers(0, count - 1))
+    last = draw(st.integers(first + 1, count))
+    return first * 128, min(last * 128, length)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_a_box_of_whole_blocks_is_quantized(data: Any) -> None:
+    draw = data.draw
+    experts_, rows, cols = draw(st.integers(1, 3)), *(draw(st.integers(1, 300)) for _ in "nk")
+    source = torch.randn(experts_, rows, cols, generator=torch.Generator().manual_seed(0)).to(BF16)
+    first = draw(st.integers(0, experts_ - 1))
+    spans = (first, draw(st.integers(first + 1, experts_))), blocks(draw, rows), blocks(draw, cols)
+    src: Region = spans
+    n, height, width = (stop - start for start, stop in src)
+    down, right = (128 * draw(st.integers(0, 1)) for _ in "nk")
+    dst: Region = ((1, 1 + n), (down, down + height), (right, right + width))
+    codes = torch.full((n + 2, down + height, right + width), 0x77, dtype=torch.uint8)
+    scales = torch.full((n + 2, -(-codes.shape[1] // 128), -(-codes.shape[2] // 128)), -5.0)
+    expected, expected_scales = codes.numpy().copy(), scales.numpy().copy()
+    found, found_scales = oracle.quantize_weight(view(source, src).float().numpy())
+    expected[1 : 1 + n, down:, right:] = found.view(np.uint8)
+    expected_scales[1 : 1 + n, down // 128 :, right // 128 :] = found_scales
+
+    target = Placed(codes.data_ptr(), FP8, codes.stride())
+    scale_box = Scales(placed_at(scales), BLOCK_FP8.companion_region(SCALES, dst))
+    descriptors = list(describe_copy(Placed(0, BF16, source.stride()), src, target, dst, scale_box))
+    assert len(descriptors) == n
+    assert carry_out(descriptors, source, [codes, scales], BF16) == (None, True)
+    assert np.array_equal(codes.numpy(), expected)
+    assert np.array_equal(scales.numpy(), expected_scales)
+
+
+def test_a_table_is_small_where_memory_is_contiguous() -> None:
+    """A whole tensor into a whole parameter is one copy, whatever its dimensions."""
+    source, target = torch.zeros(3, 5, 7, 8), torch.zeros(3, 5, 7, 8)
+    box = whole(tuple(source.shape))
+    placed = Placed(0, torch.float32, source.stride())
+    (only,) = describe_copy(placed, box, placed_at(target), box)
+    assert only.rows * only.cols == source.numel()
+
+
+# -- where a chunk lies
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_bucket_on_the_host_is_staged_in_one_slot(
+    gpu: Interpreter, on_device: bool, slots: int
+) -> None:
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    session = toy.begin(weights, tensors, chunk_bytes=2 * BLOCK_ROWS, slots=slots)
+    bucket = weights.memory.bucket
+    assert bucket is not None
+    if on_device:
+        gpu.shared.append(span_of(bucket.content))
+        bucket.content = bucket.content.as_subclass(OnDevice)
+    toy.write(session, tensors)
+    count = len(session.writer.chunks)
+    assert count > 4
+    assert session.finish() == pytest.approx(SECONDS * count)
+    sizes = [] if on_device else [2 * BLOCK_ROWS]
+    assert [stage.tensor.numel() for stage in gpu.stages] == sizes
+    assert all(stage.closed == 1 for stage in gpu.stages)
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+def test_seconds_are_those_of_one_update(gpu: Interpreter) -> None:
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    for version in range(2):
+        session = toy.begin(weights, tensors, version)
+        toy.write(session, tensors)
+        assert session.finish() == pytest.approx(SECONDS * len(session.writer.chunks))
+        weights.commit()
+
+
+def test_a_stage_is_freed_where_a_launch_fails(gpu: Interpreter) -> None:
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    session = toy.begin(weights, tensors)
+    gpu.writable.clear()
+    with pytest.raises(AssertionError, match="not this move's to touch"):
+        session.write(0)
+    weights.quarantine("a launch failed")
+    assert [stage.closed for stage in gpu.stages] == [1]
+
+
+class FakeMapping:
+    """Host memory of the test that stands for the trainer's allocation."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.nbytes, self.address = tensor, tensor.numel(), tensor.data_ptr()
+
+    def close(self) -> None:
+        pass
+
+
+def in_place(
+    gpu: Interpreter,
+    tensors: toy.Tensors,
+    gap: int,
+    rows: int = 1 << 20,
+    nbytes: int = 1 << 20,
+) -> Segments:
+    """The tensors laid out in two allocations, with gaps, in pieces of so many rows."""
+    contents = [torch.full((nbytes,), 0xA5, dtype=torch.uint8) for _ in range(2)]
+    segments = Segments("s", [], {}, 0)
+    ends, segment = [gap] * 2, 0
+    for name, tensor in tensors.items():
+        pieces = segments.places[name] = list[Piece]()
+        first = 0
+        for part in tensor.split(rows):
+            segment = 1 - segment
+            raw = part.flatten().view(torch.uint8)
+            pieces.append(Piece(segment, ends[segment], (first, first + len(part))))
+            contents[segment][ends[segment] :][: raw.numel()] = raw
+            ends[segment] += raw.numel() + gap
+            first += len(part)
+    segments._mappings = [FakeMapping(content) for content in contents]  # type: ignore[misc]
+    segments.gpus = [*GPUS]
+    gpu.shared = [span_of(content) for content in contents]
+    return segments
+
+
+@pytest.mark.parametrize("rows", [1 << 20, 128, 64, 200, 3])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_is_mapped_is_read_where_it_lies(
+    gpu: Interpreter, monkeypatch: pytest.MonkeyPatch, tp: int, fp8: bool, rows: int
+) -> None:
+    """Also the shards of several ranks, wherever they cut a block."""
+    monkeypatch.setattr(cut_blocks, "JOINED_BYTES", 128 * 1024)  # a few blocks
+    for rank in range(tp):
+        weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
+        compiled = []
+        gpu.joined.clear()
+        for version, (gap, stays) in enumerate([(0, False), (0, True), (64, False), (64, True)]):
+            tensors = toy.checkpoint(version)
+            streamed = toy.quantized(tensors) if fp8 else tensors
+            mapped = {n: t for n, t in streamed.items() if n.startswith(("mlp", "norm"))}
+            manifest = describe(streamed.items(), 1 << 18, mapped)
+            if version == 0:
+                weights.accept(manifest)
+            weights.memory.bucket = Bucket("toy", torch.zeros(1 << 19, dtype=torch.uint8))
+            segments = in_place(gpu, mapped, gap, rows)
+            if stays:  # the same memory with other values, as after an optimizer's step
+                old = weights.memory.mapped()
+                for mine, other in zip(old._mappings, segments._mappings, strict=True):
+                    mine.tensor.copy_(other.tensor)
+                    gpu.shared.append(span_of(mine.tensor))
+                segments = old
+            weights.memory.segments = segments
+            session = weights.begin(manifest.fingerprint, Policy(toy.RUN, version))
+            write_all_parts(session, streamed)
+            weights.commit()
+            compiled.append(gpu.compiled)
+            assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
+        again, elsewhere, last = (b - a for a, b in pairwise(compiled))
+        assert again == last == 0
+        # one for all, and two for each batch of blocks that are put together first
+        assert elsewhere % 2 == 1
+        assert bool(gpu.joined) == (elsewhere > 1)
+        if fp8 or rows % 128 == 0:
+            assert elsewhere == 1
+        elif tp == 1 or rows < 128:  # else this rank may keep no rows of a cut block
+            assert elsewhere > 1
+
+
+BY_ROW: toy.Shapes = {"up": (300, 208), "down": (130, 208), "norm": (300,)}
+
+
+def by_row(rank: int, dtype: torch.dtype) -> Model:
+    """Half of the rows of one matrix, half of the columns of the other, with a scale for each
+    row."""
+    half = {"up": (slice(150 * rank, 150 * rank + 150),)}
+    half["down"] = (slice(None), slice(104 * rank, 104 * rank + 104))
+    storage = {"norm": torch.zeros(300, dtype=BF16)}
+    for name, shape in (("up", (150, 208)), ("down", (130, 104))):
+        storage[name] = torch.zeros(shape).to(dtype)
+        storage[f"{name}_scale"] = torch.full((shape[0], 1), -1.0)
+
+    def load(model: Model, named: Weights) -> None:
+        for name, weight in named:
+            model.data(name).copy_(weight[half.get(name, (slice(None),))])
+
+    return Model(storage, load)
+
+
+@pytest.mark.parametrize("rows", [1 << 20, 64, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dtype", [FP8, torch.int8], ids=["fp8", "int8"])
+@pytest.mark.parametrize("mapped", [("up", "down"), ("up",), ()], ids=len)
+def test_a_scale_is_that_of_the_whole_row_on_each_rank(
+    gpu: Interpreter, mapped: tuple[str, ...], dtype: torch.dtype, rank: int, rows: int
+) -> None:
+    """In the trainer's memory, wherever its ranks cut the rows apart, and through the bucket."""
+    weights = engine(gpu, by_row(rank, dtype), BY_ROW)
+    tensors = toy.checkpoint(shapes=BY_ROW)
+    tensors["down"][:, 0] = 64.0  # the scale of each row is this rank's or the other's
+    there = {name: tensors[name] for name in mapped}
+    manifest = describe(tensors.items(), 1 << 17, there)
+    weights.accept(manifest)
+    weights.memory.bucket = Bucket("toy", torch.zeros(1 << 18, dtype=torch.uint8))
+    if mapped:
+        weights.memory.segments = in_place(gpu, there, 64, rows)
+    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    write_all_parts(session, tensors)
+    found = toy.contents(weights.model)
+    for name, axis in (("up", 0), ("down", 1)):
+        whole_ = oracle.quantize_rows(tensors[name].float().numpy(), int8=dtype == torch.int8)
+        codes = np.split(whole_[0], 2, axis)[rank]
+        scales = np.split(whole_[1], 2)[rank] if axis == 0 else whole_[1]
+        assert found[name].tobytes() == codes.tobytes()
+        assert found[f"{name}_scale"].tobytes() == scales.tobytes()
+    assert not gpu.joined  # no row lies on several ranks of the trainer
+
+
+def write_all_parts(session: Session, tensors: toy.Tensors) -> None:
+    """Write every chunk; what is mapped lies there already."""
+    for index in range(len(session.writer.chunks)):
+        if not session.writer.is_mapped(index):
+            toy.fill(session, tensors, index)
+        session.write(index)
+    session.finish()
+
+
+def test_places_are_checked_before_they_are_read(gpu: Interpreter) -> None:
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    before = toy.contents(weights.model)
+    manifest = describe(tensors.items(), toy.CHUNK_BYTES, tensors)
+    weights.accept(manifest)
+    weights.memory.bucket = Bucket("toy", torch.zeros(8, dtype=torch.uint8))
+    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    assert weights.memory.bucket is None  # not needed, so the trainer may free it
+    segments = weights.memory.segments = in_place(gpu, tensors, 0)
+    (good,) = segments.places["norm.weight"]
+    segments.places["norm.weight"] = [good._replace(offset=(1 << 20) - 2 * toy.HIDDEN + 2)]
+    for _ in range(2):
+        with pytest.raises(SharedMemoryError, match=r"norm\.weight does not lie in the memory"):
+            session.write(0)
+    assert toy.same(before, toy.contents(weights.model))
+    segments.places["norm.weight"] = [good]
+    session.write(0)
+    session.finish()
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_the_engines_own_gpu_is_read_first(
+    gpu: Interpreter, monkeypatch: pytest.MonkeyPatch, own: int
+) -> None:
+    monkeypatch.setattr(triton_writer, "gpu_uuid", lambda device: GPUS[own])
+    orders: list[list[int]] = []
+
+    def seen(descriptors: list[CopyDescriptor]) -> list[CopyDescriptor]:
+        orders.append([each.segment for each in descriptors])
+        return descriptors
+
+    gpu.damage = seen
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    manifest = describe(tensors.items(), toy.CHUNK_BYTES, tensors)
+    weights.accept(manifest)
+    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    weights.memory.segments = in_place(gpu, tensors, 0, 128)
+    session.write(0)
+    (order,) = filter(None, orders)
+    assert order[:2] == [own, 1 - own]
+
+
+@pytest.mark.parametrize("rows", [64, 200])
+def test_a_piece_that_cuts_a_block_is_never_quantized_by_itself(
+    gpu: Interpreter, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """The control: halves of a block would have scales of their own."""
+    monkeypatch.setattr(triton_writer, "at_blocks", lambda name, pieces, *_: (pieces, []))
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    before = toy.contents(weights.model)
+    manifest = describe(tensors.items(), toy.CHUNK_BYTES, tensors)
+    weights.accept(manifest)
+    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    weights.memory.segments = in_place(gpu, tensors, 0, rows)
+    with pytest.raises(ValueError, match=r"a piece of attn\.q\.weight cuts a 128x128 block"):
+        session.write(0)
+    assert not session.dirty and toy.same(before, toy.contents(weights.model))
+
+
+# -- what is found at the end
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["embed.weight", "attn.v.weight", "mlp.experts.1.down.weight"])
+def test_nan_and_inf_are_refused_by_name(gpu: Interpreter, name: str, bad: float) -> None:
+    tensors = toy.checkpoint()
+    tensors[name].view(-1)[-1] = bad
+    tensors["norm.weight"][0] = bad  # the first in the manifest's order is named
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    with pytest.raises(ValueError, match=f"{name} holds NaN or Inf"):
+        toy.update(weights, tensors, chunk_bytes=2 * BLOCK_ROWS)
+    assert weights.state is not State.SERVING
+    weights.quarantine("it failed")
+    tensors = toy.checkpoint(1)
+    toy.update(weights, tensors, chunk_bytes=2 * BLOCK_ROWS)  # the same writer starts afresh
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_scale_is_positive_and_finite(gpu: Interpreter, bad: float) -> None:
+    streamed = toy.quantized(toy.checkpoint())
+    streamed["attn.k.weight_scale_inv"][1, 0] = bad
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    with pytest.raises(ValueError, match=r"attn\.k\.weight_scale_inv"):
+        toy.update(weights, streamed)
+
+
+def test_negative_weights_are_no_scales(gpu: Interpreter) -> None:
+    """The control: only scales must be positive."""
+    tensors = {name: -tensor.abs() for name, tensor in toy.checkpoint().items()}
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    toy.update(weights, tensors)
+    assert weights.state is State.SERVING
+
+
+def test_blocks_that_were_not_written_are_noticed(gpu: Interpreter) -> None:
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    gpu.lost_tiles = 1
+    with pytest.raises(RuntimeError, match=r"\d+ of \d+ blocks were written"):
+        toy.update(weights, toy.checkpoint())
+    assert weights.state is not State.SERVING
+
+
+def test_what_falls_back_makes_no_moves(gpu: Interpreter) -> None:
+    def load(model: Model, named: Weights) -> None:
+        for name, weight in named:
+            model.data(name).copy_(weight * 2 if name == "n" else weight)
+
+    shapes: toy.Shapes = {"w": (256, 128), "n": (64,)}
+    storage = {**toy.fp8_storage("w", 256, 128), "n": torch.zeros(64, dtype=BF16)}
+    weights = engine(gpu, Model(storage, load), shapes)
+    tensors = toy.checkpoint(shapes=shapes)
+    compiled: list[CopyDescriptor] = []
+    gpu.damage = lambda descriptors: compiled.extend(descriptors) or descriptors  # type: ignore[func-returns-value]
+    toy.update(weights, tensors)
+    assert [descriptor.tag for descriptor in compiled] == [0]  # w, the first of the manifest
+    assert torch.equal(weights.model.get_parameter("n"), tensors["n"] * 2)

@@ -1,0 +1,120 @@
+"""The fake-quantized layers, against what an engine on a CPU runs and against the FP8 oracle."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sgl_fp8rl.formats import BLOCKS, CHANNEL_FP8, INT8
+from sgl_fp8rl.formats.weight_format import WeightFormat
+from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
+from sgl_fp8rl.tools.precision import fake_quant
+from sgl_fp8rl.tools.precision.groups import Group, fp8_groups
+from tests import oracle
+from tests.sgl_fp8rl.tools.precision.conftest import Load
+
+BF16_ROUNDING = 2.0**-8
+"""Relative; the reference adds in FP32 and rounds once, the oracle adds in float64."""
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+@pytest.mark.parametrize("fmt", [CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
+def test_a_linear_with_a_scale_for_each_row(fmt: WeightFormat) -> None:
+    linear = nn.Linear(250, 384, dtype=torch.bfloat16)
+    x = drawn(7, 250)
+    with fake_quant.fp8([Group("a", 0, (linear,), fmt)]):
+        got = linear(x)
+    weight = linear.weight.float().detach().numpy()
+    codes = oracle.quantize_rows(weight, int8=fmt is INT8)
+    exact = oracle.channel_linear(x.float().numpy(), *codes, linear.bias.float().detach().numpy())
+    error = np.abs(got.float().detach().numpy() - exact)
+    assert (error <= BF16_ROUNDING * np.abs(exact) + 1e-5).all()
+    # the control: the other format's codes
+    codes = oracle.quantize_rows(weight, int8=fmt is not INT8)
+    other = oracle.channel_linear(x.float().numpy(), *codes, linear.bias.float().detach().numpy())
+    assert np.abs(got.float().detach().numpy() - other).mean() > 2 * error.mean()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_linear(has_bias: bool) -> None:
+    linear = nn.Linear(256, 384, bias=has_bias, dtype=torch.bfloat16)
+    x = drawn(2, 5, 256)
+    before = linear(x)
+    with fake_quant.fp8([Group("a", 0, (linear,))]):
+        got = linear(x)
+    assert torch.equal(linear(x), before) and not torch.equal(got, before)
+    assert "forward" not in vars(linear)
+    codes, scale = quantize_weight(linear.weight)
+    assert torch.equal(got, fp8_linear(x, codes, scale, linear.bias))
+
+    weight = oracle.dequantize_weight(
+        *oracle.quantize_weight(linear.weight.float().detach().numpy())
+    )
+    rows = x.float().numpy().reshape(10, 256)
+    exact = oracle.dequantize_activation(*oracle.quantize_activation(rows)) @ weight.T
+    if has_bias:
+        exact += linear.bias.float().detach().numpy()
+    error = np.abs(got.float().detach().numpy().reshape(10, 384) - exact)
+    assert (error <= BF16_ROUNDING * np.abs(exact) + 1e-5).all()
+
+
+@pytest.mark.parametrize("fmt", [*BLOCKS, CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_ragged"])
+def test_experts_are_those_of_a_cpu_engine(family: str, fmt: WeightFormat, load: Load) -> None:
+    """Padded or not: each half of gate_up is quantized by itself."""
+    from sgl_fp8rl.engine.layers.moe import experts_reference
+
+    model = load(family)
+    group = next(g for g in fp8_groups(model, fmt) if g.name == "model.layers.1.mlp.experts")
+    (experts,) = group.modules
+    x = drawn(6, 256)
+    ids = torch.tensor([[0, 1], [1, 2], [3, 0], [0, 1], [2, 3], [3, 1]])
+    weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(0))
+    before = experts(x, ids, weights)
+    with fake_quant.fp8([group]):
+        got = experts(x, ids, weights)
+    assert torch.equal(experts(x, ids, weights), before) and not torch.equal(got, before)
+    parameters: Any = dict(experts.named_parameters())
+    size = parameters["down_proj"].shape[-1]
+    padded = -(-size // 128) * 128 if fmt in BLOCKS else size
+    up, down = torch.zeros(4, 2 * padded, 256), torch.zeros(4, 256, padded)
+    for half in range(2):
+        rows = parameters["gate_up_proj"][:, half * size :][:, :size]
+        up[:, half * padded :][:, :size] = rows.detach()
+    down[..., :size] = parameters["down_proj"].detach()
+    weights_of = {"w13_weight": fmt.encode(up), "w2_weight": fmt.encode(down)}
+    layer = SimpleNamespace(
+        **{name + s: part for name, held in weights_of.items() for s, part in held.items()},
+        moe_runner_config=SimpleNamespace(
+            activation="silu", apply_router_weight_on_input=False, routed_scaling_factor=None
+        ),
+    )
+    power_of_two = fmt.power_of_two_scales
+    want = experts_reference(layer, x, weights, ids, power_of_two=power_of_two)
+    assert torch.equal(got, want)
+    if fmt in BLOCKS:  # the control
+        other = experts_reference(layer, x, weights, ids, power_of_two=not power_of_two)
+        assert not torch.equal(got, other)
+
+
+def test_experts_of_another_form_are_refused(load: Load) -> None:
+    model = load("qwen3_moe")
+    model.model.layers[0].mlp.experts.is_transposed = True
+    refused = pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts.*transposed")
+    with refused, fake_quant.fp8(fp8_groups(model)):
+        pass
+    for module in model.modules():
+        assert "forward" not in vars(module)
+
+
+def test_nan_in_a_weight_is_refused() -> None:
+    linear = nn.Linear(128, 128, dtype=torch.bfloat16)
+    linear.weight.data[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="NaN or Inf"), fake_quant.fp8([Group("a", 0, (linear,))]):
+        pass
