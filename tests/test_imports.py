@@ -46,9 +46,9 @@ LAYERS = (
     "sgl_fp8rl.engine.compat",
     "sgl_fp8rl.engine.gemm sgl_fp8rl.engine.cpu",
     "sgl_fp8rl.engine.layers sgl_fp8rl.engine.tuning",
-    "sgl_fp8rl.engine.control",
+    "sgl_fp8rl.engine.control.control",
     "sgl_fp8rl.engine.attention",
-    "sgl_fp8rl.engine.startup",
+    "sgl_fp8rl.engine.startup.linear_kernels",
     "sgl_fp8rl.engine",
     # what sees both ends
     "sgl_fp8rl.verl",
@@ -194,7 +194,7 @@ def test_a_trainer_loads_no_sglang(module: str) -> None:
 def without_frameworks() -> list[str]:
     """Our modules, but for the adapters that are imported where their framework is, and what
     imports SGLang, which needs transformers."""
-    names = {*import_graph(ROOT)} - {"trainer_bridge.adapters.trl", "sgl_fp8rl.integrations.trl"}
+    names = {*import_graph(ROOT)} - {"trainer_bridge.adapters.trl", "trainer_bridge.adapters.trl"}
     engine, verl = "sgl_fp8rl.engine.", "sgl_fp8rl.verl."
     ours = {name for name in names if not name.startswith((engine, verl))}
     return sorted(ours | {f"{engine}plugin", f"{verl}rollout_config"})

@@ -1,9 +1,9 @@
 """The measured block of docs/compatibility.md about weight formats."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.tables.markdown import Column, Row, facts, failures, joined, table
+from benchmarks.tables.markdown import Column, Row, facts, failures, grid, joined, table
 
 NAMES = {
     "bf16": "BF16",
@@ -14,7 +14,7 @@ NAMES = {
 
 
 def formats(results: Mapping[str, Any]) -> str:
-    """Errors, one line for each layer, then times, one for each layer and batch."""
+    """Errors, then times, one line for each layer."""
     rows = [_placed(row) for row in results["rows"]]
     batches = list(dict.fromkeys(row["tokens"] for row in rows))
     errors = {"error": "{median:.2%}", "error_outliers": "{median:.2%}"}
@@ -25,15 +25,26 @@ def formats(results: Mapping[str, Any]) -> str:
             [Column(name, errors, {"arm": arm}) for arm, name in NAMES.items()],
             "error: normal, with outliers",
         ),
-        table(
-            rows,
-            ["model", "layer", "tokens"],
-            [Column(name, {"gemm_us": _us}, {"arm": arm}) for arm, name in NAMES.items()],
-            "time, us: layer, tokens",
-        ),
+        _times(rows, batches),
     ]
     end = f"{facts(results['environment'])}. Errors of {batches[-1]} tokens."
     return joined(*made, failures(results), end)
+
+
+def _times(rows: Sequence[Row], batches: Sequence[str]) -> str:
+    """In each cell the formats in the order of ``NAMES``; a dash for one that did not run."""
+    timed = {
+        (row["model"], row["layer"], row["tokens"], row["arm"]): _us(row)
+        for row in rows
+        if row["metric"] == "gemm_us"
+    }
+    lines = [
+        [f"{model}, {layer}"]
+        + [", ".join(timed.get((model, layer, n, arm), "-") for arm in NAMES) for n in batches]
+        for model, layer in dict.fromkeys(key[:2] for key in timed)
+    ]
+    head = [f"time, us: {', '.join(NAMES.values())}", *(f"{n} tokens" for n in batches)]
+    return grid(head, lines)
 
 
 def _placed(row: Row) -> Row:
