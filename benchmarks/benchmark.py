@@ -21,7 +21,6 @@ BENCHMARKS = {
     "multi_turn": "benchmarks.multi_turn:BENCHMARK",
     "decode_profile": "benchmarks.decode_profile:DENSE",
     "decode_profile_moe": "benchmarks.decode_profile:MOE",
-    "kv_attention": "benchmarks.kv.attention:BENCHMARK",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
     "kv_decode": "benchmarks.kv.decode:BENCHMARK",
     "formats": "benchmarks.formats:BENCHMARK",
