@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.engines import serving
 from benchmarks.environment import ROOT
-from benchmarks.pretrained.arms import Arm
 from trainer_bridge import Rollout
 from trainer_bridge.metrics import mismatch_metrics
 
@@ -38,12 +37,12 @@ ENGINE: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def running(checkpoint: Path, arm: Arm, device: torch.device) -> Iterator[Any]:
-    """An arm's engine."""
+def running(checkpoint: Path, arm: dict[str, Any], device: torch.device) -> Iterator[Any]:
+    """An engine with an arm's keywords."""
     import sglang
 
     common = {"skip_tokenizer_init": True, "random_seed": SEED, "log_level": "error"}
-    keywords = common | ENGINE[device.type] | arm.engine
+    keywords = common | ENGINE[device.type] | arm
     engine = sglang.Engine(model_path=str(checkpoint), **keywords)
     try:
         yield engine
