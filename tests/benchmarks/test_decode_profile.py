@@ -290,7 +290,7 @@ def test_an_arm_profiles_decode_and_prefill(
     monkeypatch.setitem(models.MODELS, "qwen3-8b", shape)
     monkeypatch.setattr(serving, "start", lambda folder, keywords: Engine())
     monkeypatch.setattr(serving, "give_weights", lambda *_: None)
-    run = Run(tmp_path, tmp_path, tmp_path / "log", {"layers": None}, ("128x512",))
+    run = Run(tmp_path, tmp_path / "log", {"layers": None}, ("128x512",))
     prefill, decode = decode_profile.measure(rollout.find("stock-bf16"), run)
     assert prefill["case"] == "128x512, prefill of 16384 tokens"
     assert decode["case"] == "128x512, decode"

@@ -82,7 +82,7 @@ def test_calls_go_round_as_many_tensors_as_fit() -> None:
 
 
 def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, tmp_path, tmp_path / "log")
+    run = Run(tmp_path, tmp_path / "log")
     monkeypatch.setattr(measuring, "copy_tb_s", lambda: 4.0)
     for job in kernels.BENCHMARK.jobs:
         module = importlib.import_module(f"benchmarks.kernels.{job.spec.partition('.')[0]}")

@@ -145,7 +145,7 @@ def test_every_arm_of_decode_has_errors_and_a_time(
     )
     monkeypatch.setattr(decode.measuring, "copy_tb_s", lambda: 4.0)
     monkeypatch.setattr(decode.measuring, "graph_us", lambda calls, _: [2.0 * len(calls)])
-    found = decode.measure(None, Run(tmp_path, tmp_path, tmp_path / "log"))
+    found = decode.measure(None, Run(tmp_path, tmp_path / "log"))
     arms = ["paged", "xqa", "xqa-bf16-mma", "fa2", "paged-int8"]
     assert [r["arm"] for r in found] == 2 * arms and hopper == [True, False] * 2
     assert found[0]["values"]["attention_floor_us"] == [LOAD.cache_bytes(1) / 4e6]
@@ -208,7 +208,7 @@ def test_every_arm_of_prefill_has_errors_and_times(
     monkeypatch.setattr(kv_prefill, "fa3", lambda *scores, num_splits: reference(*scores))
     monkeypatch.setattr(prefill.measuring, "queued_us", lambda calls: [c().norm() for c in calls])
     job = prefill.BENCHMARK.jobs[0]
-    found = prefill.BENCHMARK.measure(job.spec, Run(tmp_path, tmp_path, tmp_path / "log"))
+    found = prefill.BENCHMARK.measure(job.spec, Run(tmp_path, tmp_path / "log"))
     errors, times = found[:5], found[5:]
     arms = ["fa3-bf16", "stock-fa3-fp8", "ours-e4m3", "ours-int8", "flashinfer-e4m3"]
     assert [r["arm"] for r in errors] == arms == [r["arm"] for r in times]

@@ -23,7 +23,7 @@ CASES = ("128x512", "64x8192")
 
 
 def measure(arm: str, folder: Path) -> list[Measurement]:
-    run = Run(folder, folder, folder / "log", {"layers": None}, CASES)
+    run = Run(folder, folder / "log", {"layers": None}, CASES)
     return rollout.measure(rollout.find(arm), run)
 
 
