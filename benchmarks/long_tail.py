@@ -13,7 +13,7 @@ from statistics import fmean
 from benchmarks import measuring, rollout
 from benchmarks.benchmark import LAYERS, Benchmark, Measurement, Option, Run
 from benchmarks.engines import models, serving, stock_push
-from sgl_fp8rl.plan import workload
+from sgl_fp8rl.plan import schedule
 
 REQUESTS = 1024
 PROMPT = 256
@@ -74,8 +74,8 @@ def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
 
 def output_lengths(requests: int) -> list[int]:
     """Tokens to generate for each prompt, the same in every process."""
-    drawn = workload.lognormal(requests, PROMPT, MEDIAN, SIGMA, CAP)  # as `plan` expects them
-    return [request.response for request in drawn.requests]
+    drawn = schedule.lognormal(requests, PROMPT, MEDIAN, SIGMA, CAP)  # as `plan` expects them
+    return [request.response for request in drawn]
 
 
 def peak_tokens(lengths: Sequence[int]) -> int:

@@ -55,6 +55,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "best_stock_moe": ("rollout_moe_restarts.json", beside_stock.both),
     "memory_80gb": (PLAN / "nvidia-h200.json", plan.capacities),
     "plan_example": (PLAN / "nvidia-h200.json", plan.example),
+    "plan_errors": (PLAN / "nvidia-h200.json", plan.errors),
     "rollout": ("rollout.json", engine_tables.rollout),
     "rollout_moe": ("rollout_moe.json", engine_tables.rollout),
     "rollout_restarts": ("rollout_restarts.json", engine_tables.rollout),

@@ -1,9 +1,11 @@
 """What ``sgl-fp8rl plan`` prints, and what its arithmetic says of GPUs of 80 GB."""
 
 import argparse
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import Any
@@ -16,6 +18,7 @@ from sgl_fp8rl.plan.speed import ARMS
 
 FLAGS = "--samples 512 --prompt-tokens 1024 --response-tokens 4000 --max-response-tokens 20000"
 NAMES = ("stock-bf16", "fp8rl", "fp8rl-kv8")
+METRICS = {"decode_step_ms": "decode step", "prefill_s": "prefill"}
 GPUS = (("one GPU", 1), ("TP 2", 2))
 
 
@@ -29,17 +32,52 @@ def example(_: Any) -> str:
     return indent(f"sgl-fp8rl plan PATH {FLAGS}\n\n{printed.getvalue().rstrip()}", " " * 4)
 
 
+def errors(figures: Mapping[str, Any]) -> str:
+    """How far off what was not fitted is."""
+    off = figures["errors"]
+    lines = [
+        [
+            f"{what}, a load left out of the fit",
+            f"{each['rows']} rows",
+            _off(each["mean"], each["worst"]),
+        ]
+        for metric, what in METRICS.items()
+        for each in [off["left out"][metric]]
+    ]
+    lines += [
+        [
+            f"{what} of Qwen3-32B's half, stock-bf16",
+            f"{len(each)} rows",
+            _off(fmean(map(abs, each)), max(map(abs, each))),
+        ]
+        for metric, what in METRICS.items()
+        for each in [off["other model"][metric]]
+    ]
+    lines += [
+        [
+            f"long tail, stock-bf16: {metric}",
+            f"{each['predicted']:.1f}, measured {each['measured']:.1f}",
+            f"{each['predicted'] / each['measured'] - 1:+.1%}",
+        ]
+        for metric, each in off["rollout"].items()
+    ]
+    return grid(["what was predicted", "", "off by"], lines)
+
+
+def _off(mean: float, worst: float) -> str:
+    return f"{mean:.1%} in the mean, {worst:.1%} at worst"
+
+
 def capacities(_: Any) -> str:
     """What an engine holds that has the GPU to itself; nothing of it was measured."""
-    gpu = memory.gpus()["h100"]
+    free = memory.idle_bytes(memory.H100)
     arms = [arm for arm in ARMS if arm.name in NAMES]
     lines = []
     for model, of in MODELS.items():
         size = shape.of(config(of))
         for where, tp in GPUS:
             fits = [
-                memory.kv_tokens(gpu, size, arm, tp, 0.0, FULL["mem_fraction_static"])
-                for arm in arms
+                memory.kv_tokens(free, size, arm, tp, FULL["mem_fraction_static"]) for arm in arms
             ]
             cells = [f"{tokens:,}" if tokens > 0 else "does not fit" for tokens in fits]
             lines.append([f"{model}, {where}", *cells])
