@@ -7,7 +7,6 @@ shares the GPU: such that stock BF16 is asked to hold 1.8 times as much as it ca
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 
 from benchmarks import measuring, rollout
@@ -31,9 +30,7 @@ BEGINS = "the rollout begins"
 def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """Time, retractions and KV use of one rollout."""
     arm.assert_served()
-    shape = models.MODELS[arm.model]
-    shape = replace(shape, layers=run.options["layers"] or shape.layers)
-    models.save_config(shape, run.folder)
+    shape = models.written(models.MODELS[arm.model], run.folder, run.options["layers"])
     requests = run.options["requests"]
     copy_tb_s = measuring.copy_tb_s()
     lengths = output_lengths(requests)

@@ -33,7 +33,6 @@ PREFILL_GRAPHS: Keywords = {
     "cuda_graph_backend_prefill": None,
     "cuda_graph_max_bs_prefill": 4096,
 }
-FLASHINFER: Keywords = {"attention_backend": "flashinfer"}
 KV8: Keywords = {"kv_cache_dtype": "fp8_e4m3"}
 # FA3 prefills and XQA decodes one cache: the fastest that stock SGLang can be told to do on Hopper
 STOCK_XQA: Keywords = {
