@@ -183,7 +183,7 @@ def figures() -> dict[str, Any]:
         "errors": {
             "left out": {metric: _summary(each) for metric, each in left.items()},
             "rollout": long_rollout(times[REFERENCE]),
-            "other model": scaled,
+            "other model": {metric: _summary(each) for metric, each in scaled.items()},
         },
     }
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import Any
@@ -19,6 +18,10 @@ from sgl_fp8rl.plan.speed import ARMS
 FLAGS = "--samples 512 --prompt-tokens 1024 --response-tokens 4000 --max-response-tokens 20000"
 NAMES = ("stock-bf16", "fp8rl", "fp8rl-kv8")
 METRICS = {"decode_step_ms": "decode step", "prefill_s": "prefill"}
+KINDS = {
+    "left out": ", a load left out of the fit",
+    "other model": " of Qwen3-32B's half, stock-bf16",
+}
 GPUS = (("one GPU", 1), ("TP 2", 2))
 
 
@@ -37,35 +40,20 @@ def errors(figures: Mapping[str, Any]) -> str:
     off = figures["errors"]
     lines = [
         [
-            f"{what}, a load left out of the fit",
+            f"{what}{how}",
             f"{each['rows']} rows",
-            _off(each["mean"], each["worst"]),
+            f"{each['mean']:.1%} in the mean, {each['worst']:.1%} at worst",
         ]
+        for kind, how in KINDS.items()
         for metric, what in METRICS.items()
-        for each in [off["left out"][metric]]
+        for each in [off[kind][metric]]
     ]
-    lines += [
-        [
-            f"{what} of Qwen3-32B's half, stock-bf16",
-            f"{len(each)} rows",
-            _off(fmean(map(abs, each)), max(map(abs, each))),
-        ]
-        for metric, what in METRICS.items()
-        for each in [off["other model"][metric]]
-    ]
-    lines += [
-        [
-            f"long tail, stock-bf16: {metric}",
-            f"{each['predicted']:.1f}, measured {each['measured']:.1f}",
-            f"{each['predicted'] / each['measured'] - 1:+.1%}",
-        ]
-        for metric, each in off["rollout"].items()
-    ]
+    for metric, each in off["rollout"].items():
+        predicted, measured = each["predicted"], each["measured"]
+        both = f"{predicted:.1f}, measured {measured:.1f}"
+        what = f"long tail, stock-bf16: {metric}"
+        lines.append([what, both, f"{predicted / measured - 1:+.1%}"])
     return grid(["what was predicted", "", "off by"], lines)
-
-
-def _off(mean: float, worst: float) -> str:
-    return f"{mean:.1%} in the mean, {worst:.1%} at worst"
 
 
 def capacities(_: Any) -> str:
