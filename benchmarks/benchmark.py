@@ -1,6 +1,6 @@
 """What a benchmark is to the runner: jobs, each of which is measured in a process of its own.
 
-Only light modules are imported here: a process that times an import starts from this one.
+Only light modules are imported here: SGLang's own processes import it again.
 """
 
 import importlib
@@ -13,7 +13,6 @@ from typing import Any, Literal
 BENCHMARKS = {
     "update": "benchmarks.update:BENCHMARK",
     "sharded": "benchmarks.sharded:BENCHMARK",
-    "start": "benchmarks.start:BENCHMARK",
     "rollout": "benchmarks.rollout:DENSE",
     "rollout_moe": "benchmarks.rollout:MOE",
     "rollout_two_gpus": "benchmarks.rollout:ON_TWO_GPUS",
@@ -21,7 +20,6 @@ BENCHMARKS = {
     "multi_turn": "benchmarks.multi_turn:BENCHMARK",
     "decode_profile": "benchmarks.decode_profile:DENSE",
     "decode_profile_moe": "benchmarks.decode_profile:MOE",
-    "kv_attention": "benchmarks.kv.attention:BENCHMARK",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
     "kv_decode": "benchmarks.kv.decode:BENCHMARK",
     "formats": "benchmarks.formats:BENCHMARK",
@@ -56,8 +54,6 @@ class Run:
 
     folder: Path
     """An empty folder of this job."""
-    shared: Path
-    """A folder of all jobs of one call of the runner."""
     log: Path
     """Standard output and error of this process and of those that it starts."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -79,10 +75,8 @@ class Job:
     stock: bool = False
     """Whether SGLang runs without our plugin."""
     by_default: bool = True
-    needs: tuple[str, ...] = ()
-    """Jobs that must be in the same call; those before this one must succeed."""
-    environ: Mapping[str, str | None] = field(default_factory=dict)
-    """Environment variables to set, or with None to remove."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to set."""
 
     def matches(self, pattern: str) -> bool:
         """Whether the pattern is one of the name's segments, or matches the whole name."""

@@ -14,8 +14,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     benchmark = load(job["benchmark"])
     (spec,) = (found.spec for found in benchmark.jobs if found.name == job["name"])
-    paths = {name: Path(job[name]) for name in ("folder", "shared", "log")}
-    run = Run(**paths, options=job["options"], cases=tuple(job["cases"]))
+    run = Run(Path(job["folder"]), Path(job["log"]), job["options"], tuple(job["cases"]))
     Path(job["output"]).write_text(json.dumps(benchmark.measure(spec, run)))
 
 

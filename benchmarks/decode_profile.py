@@ -6,7 +6,6 @@ prefill of one chunk. A step lasts longer under the profiler than in the rollout
 and kernels' times are what to read.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,7 @@ EDGE = 2
 def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """The mean time of each class of kernel, of decode and of prefill for each load."""
     arm.assert_served()
-    shape = models.MODELS[arm.model]
-    shape = replace(shape, layers=run.options["layers"] or shape.layers)
-    models.save_config(shape, run.folder)
+    shape = models.written(models.MODELS[arm.model], run.folder, run.options["layers"])
     loads, wanted = rollout.LOADS[arm.model], rollout.wanted_loads(arm.model, run)
     keywords = arm.keywords(batches=[load.batch for load in loads])
     engine = serving.start(str(run.folder), keywords)

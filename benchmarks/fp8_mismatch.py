@@ -8,8 +8,7 @@ compares its codes with the trainer's.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 import trainer_bridge
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
+from benchmarks.engines import serving
 from benchmarks.engines.models import MODELS
 from benchmarks.fp8_forward import TINY, trainer_of
 from trainer_bridge.session.connections import connection_to
@@ -114,11 +114,8 @@ def engine_codes(engine: Any) -> Any:
     return [{name: each["sha256"] for name, each in rank.items()} for rank in found["ranks"]]
 
 
-@contextmanager
-def engine_of(run: Run, **keywords: Any) -> Iterator[Any]:
+def engine_of(run: Run, **keywords: Any) -> AbstractContextManager[Any]:
     """An engine that serves the checkpoint."""
-    import sglang
-
     common: dict[str, Any] = {
         "quantization": "fp8rl",
         "skip_tokenizer_init": True,
@@ -132,11 +129,7 @@ def engine_of(run: Run, **keywords: Any) -> Iterator[Any]:
     if torch.cuda.is_available():
         common |= {"mem_fraction_static": 0.4, "cuda_graph_max_bs_decode": PROMPTS}
         common |= {"cuda_graph_backend_prefill": "disabled", "attention_backend": "flashinfer"}
-    engine = sglang.Engine(model_path=str(run.folder / "checkpoint"), **common, **keywords)
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+    return serving.running(run.folder / "checkpoint", common | keywords)
 
 
 def rollout_of(engine: Any, prompts: list[list[int]]) -> trainer_bridge.Rollout:

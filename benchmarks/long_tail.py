@@ -7,13 +7,12 @@ shares the GPU: such that stock BF16 is asked to hold 1.8 times as much as it ca
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 
 from benchmarks import measuring, rollout
 from benchmarks.benchmark import LAYERS, Benchmark, Measurement, Option, Run
 from benchmarks.engines import models, serving, stock_push
-from sgl_fp8rl.tools.plan import workload
+from sgl_fp8rl.tools.plan import schedule
 
 REQUESTS = 1024
 PROMPT = 256
@@ -31,9 +30,7 @@ BEGINS = "the rollout begins"
 def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """Time, retractions and KV use of one rollout."""
     arm.assert_served()
-    shape = models.MODELS[arm.model]
-    shape = replace(shape, layers=run.options["layers"] or shape.layers)
-    models.save_config(shape, run.folder)
+    shape = models.written(models.MODELS[arm.model], run.folder, run.options["layers"])
     requests = run.options["requests"]
     copy_tb_s = measuring.copy_tb_s()
     lengths = output_lengths(requests)
@@ -74,8 +71,8 @@ def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
 
 def output_lengths(requests: int) -> list[int]:
     """Tokens to generate for each prompt, the same in every process."""
-    drawn = workload.lognormal(requests, PROMPT, MEDIAN, SIGMA, CAP)  # as `plan` expects them
-    return [request.response for request in drawn.requests]
+    drawn = schedule.lognormal(requests, PROMPT, MEDIAN, SIGMA, CAP)  # as `plan` expects them
+    return [request.response for request in drawn]
 
 
 def peak_tokens(lengths: Sequence[int]) -> int:

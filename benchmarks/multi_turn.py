@@ -7,7 +7,6 @@ tool's output, after a prompt that only grows.
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from benchmarks import measuring, rollout
@@ -24,9 +23,7 @@ LONGEST = PROMPT + (TURNS - 1) * (ANSWER + TOOL)
 def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """Time of all conversations, and what of their prompts came from the prefix cache."""
     arm.assert_served()
-    shape = models.MODELS[arm.model]
-    shape = replace(shape, layers=run.options["layers"] or shape.layers)
-    models.save_config(shape, run.folder)
+    shape = models.written(models.MODELS[arm.model], run.folder, run.options["layers"])
     count = run.options["conversations"]
     keywords = arm.keywords(largest=count)
     copy_tb_s = measuring.copy_tb_s()

@@ -81,19 +81,18 @@ def finish(
     return status if has_ended else None
 
 
-def engine_environment(stock: bool, changes: Mapping[str, str | None]) -> dict[str, str]:
+def engine_environment(stock: bool, changes: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process with an engine.
 
     Args:
         stock: whether SGLang is to load no plugin.
-        changes: variables to set, or with None to remove.
+        changes: variables to set.
     """
     # what is timed was run before, so kernels need not be compiled ahead
     environ = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", **os.environ}
     if stock:
         environ["SGLANG_PLUGINS"] = "none"
-    kept = {name: value for name, value in environ.items() if name not in changes}
-    return kept | {name: value for name, value in changes.items() if value is not None}
+    return environ | dict(changes)
 
 
 def exception_in(log: str) -> str | None:

@@ -53,6 +53,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "memory_80gb": (PLAN / "nvidia-h200.json", plan.capacities),
     "plan_example": (PLAN / "nvidia-h200.json", plan.example),
     "rollout_16_bits": ("rollout_16_bits.json", engine_tables.rollout),
+    "plan_errors": (PLAN / "nvidia-h200.json", plan.errors),
     "rollout_moe": ("rollout_moe.json", engine_tables.rollout),
     "rollout_two_gpus": ("rollout_two_gpus.json", beside_stock.both),
     "rollout_deterministic": ("rollout_deterministic.json", engine_tables.rollout),

@@ -15,7 +15,6 @@ from benchmarks.engines import expert_tiles, models, serving
 from benchmarks.engines.keywords import (
     BLOCK_FP8,
     ENGINE,
-    FLASHINFER,
     FULL,
     KV8,
     NCCL_ALONE,
@@ -93,12 +92,6 @@ ARMS = (
     Arm("stock-bf16-defaults", STOCK_DEFAULTS, by_default=False),
     Arm("stock-block-fp8-kv8-xqa-graphs", {**STOCK_FP8_XQA, **PREFILL_GRAPHS}, by_default=False),
     Arm("fp8rl-kv8-graphs", {**OURS_KV8, **PREFILL_GRAPHS}, by_default=False),
-    Arm("stock-bf16-flashinfer", FLASHINFER, by_default=False),
-    Arm(
-        "stock-block-fp8-flashinfer",
-        {**BLOCK_FP8, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
-        by_default=False,
-    ),
     Arm(
         "stock-block-fp8-kv8-xqa-flashinfer",
         {**STOCK_FP8_XQA, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
@@ -117,11 +110,6 @@ ARMS = (
         by_default=False,
     ),
     Arm("fp8rl-bf16", OURS_BF16, by_default=False),
-    Arm(
-        "fp8rl-kv8-flashinfer",
-        {**OURS_KV8, "prefill_attention_backend": "flashinfer"},
-        by_default=False,
-    ),
     Arm("fp8rl-deterministic", {**OURS, "enable_deterministic_inference": True}, by_default=False),
 )
 # the kernels that stock SGLang has for experts in block FP8; where none is named it takes Triton's
@@ -184,9 +172,7 @@ def measure(arm: Arm, run: Run) -> list[Measurement]:
         RuntimeError: SGLang is too old, or the engine did not do what it should.
     """
     arm.assert_served()
-    shape = models.SHAPES[arm.model]
-    shape = replace(shape, layers=run.options["layers"] or shape.layers)
-    models.save_config(shape, run.folder)
+    shape = models.written(models.SHAPES[arm.model], run.folder, run.options["layers"])
     if arm.has_our_tiles:
         expert_tiles.give_stock(run.folder)
     loads = LOADS[arm.model]

@@ -68,14 +68,10 @@ def arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.
 
 
 def selected(benchmark: Benchmark, only: Sequence[str] | None) -> list[Job]:
-    """The jobs to run, in order, with those that they need."""
-    names = {
-        job.name
-        for job in benchmark.jobs
-        if (any(map(job.matches, only)) if only else job.by_default)
-    }
-    names |= {need for job in benchmark.jobs if job.name in names for need in job.needs}
-    return [job for job in benchmark.jobs if job.name in names]
+    """The jobs to run, in order."""
+    return [
+        job for job in benchmark.jobs if (any(map(job.matches, only)) if only else job.by_default)
+    ]
 
 
 def command(name: str, benchmark: Benchmark, options: argparse.Namespace) -> str:
@@ -88,14 +84,12 @@ def command(name: str, benchmark: Benchmark, options: argparse.Namespace) -> str
     return " ".join(words)
 
 
-def run_job(
-    job: Job, reference: str, shared: Path, passed: dict[str, Any], limit_s: float
-) -> processes.Outcome:
+def run_job(job: Job, reference: str, passed: dict[str, Any], limit_s: float) -> processes.Outcome:
     """Run one job in its process. The last lines of a failed one's log go to stderr."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         output, log, description = (folder / file for file in ("output.json", "log", "job.json"))
-        paths = {"folder": folder, "shared": shared, "log": log, "output": output}
+        paths = {"folder": folder, "log": log, "output": output}
         given = {key: str(path) for key, path in paths.items()}
         description.write_text(
             json.dumps({"benchmark": reference, "name": job.name, **given, **passed})
@@ -119,28 +113,21 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> None:
         key: str(value.resolve()) if isinstance(value, Path) else value
         for key, value in values.items()
     }
-    failed: set[str] = set()
     measurements: dict[str, list[Measurement]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as shared:
-        for job in selected(benchmark, options.only) * options.restarts:
-            started = time.perf_counter()
-            if missing := sorted(failed & set(job.needs)):
-                outcome = processes.Outcome(None, f"not started: {missing[0]} failed", "")
-            else:
-                outcome = run_job(job, BENCHMARKS[name], Path(shared), passed, options.limit_s)
-            if outcome.failure is not None:
-                failed.add(job.name)
-            if options.logs is not None:
-                options.logs.mkdir(parents=True, exist_ok=True)
-                (options.logs / f"{job.name.replace('/', ', ')}.log").write_text(outcome.log)
-            measurements[job.name] += outcome.output or []
-            new = result_rows.rows_of(measurements[job.name])
-            results = result_rows.updated(results, job.name, new, outcome.failure)
-            result_rows.write(options.output, results)
-            for row in new:
-                print(result_rows.line(row))
-            took = time.perf_counter() - started
-            print(f"{job.name}: {outcome.failure or 'done'} ({took:.0f} s)", flush=True)
+    for job in selected(benchmark, options.only) * options.restarts:
+        started = time.perf_counter()
+        outcome = run_job(job, BENCHMARKS[name], passed, options.limit_s)
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            (options.logs / f"{job.name.replace('/', ', ')}.log").write_text(outcome.log)
+        measurements[job.name] += outcome.output or []
+        new = result_rows.rows_of(measurements[job.name])
+        results = result_rows.updated(results, job.name, new, outcome.failure)
+        result_rows.write(options.output, results)
+        for row in new:
+            print(result_rows.line(row))
+        took = time.perf_counter() - started
+        print(f"{job.name}: {outcome.failure or 'done'} ({took:.0f} s)", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

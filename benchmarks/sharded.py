@@ -10,7 +10,7 @@ several engines, travel the codes that the trainer's ranks make.
 
 import multiprocessing
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,9 +88,7 @@ def measure(case: Case, run: Run) -> list[Measurement]:
         RuntimeError: shards were not read in place, or an engine does not serve the last weights.
         ValueError: there are too few GPUs.
     """
-    shape = models.SHAPES[case.model]
-    shape = replace(shape, layers=run.options["layers"] or shape.layers)
-    models.save_config(shape, run.folder)
+    shape = models.written(models.SHAPES[case.model], run.folder, run.options["layers"])
     gpus = run.options["gpus"]
     if (needed := gpus * (2 if case.place == OTHERS else 1)) > torch.cuda.device_count():
         raise ValueError(f"{gpus} ranks {case.place} need {needed} GPUs; name other jobs by --only")

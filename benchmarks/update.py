@@ -109,10 +109,8 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     """
     import sglang
 
-    shape = models.MODELS[case.model]
-    shape = replace(shape, layers=run.options["layers"] or shape.layers)
     copy_tb_s = measuring.copy_tb_s()
-    models.save_config(shape, run.folder)
+    shape = models.written(models.MODELS[case.model], run.folder, run.options["layers"])
     started = time.perf_counter()
     engine = sglang.Engine(model_path=str(run.folder), **COMMON, **case.engine)
     print(f"engine start: {time.perf_counter() - started:.0f} s")
@@ -277,7 +275,7 @@ def values_of(
     if any(result.bytes != payload for result in ours):
         raise RuntimeError(f"an update carried {ours[0].bytes} bytes, the model has {payload}")
     moved = traffic.update_traffic(parameters, case.source, case.target, bucket)
-    bf16 = traffic.bf16_bytes(parameters)
+    bf16 = traffic.payload_bytes(parameters, "bf16")  # of every case
     values = {
         "update_wall_ms": measured.times_ms,
         "update_gb_s": [bf16 / ms / 1e6 for ms in measured.times_ms],

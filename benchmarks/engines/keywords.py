@@ -25,12 +25,6 @@ NCCL_ALONE: Keywords = {
 }
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 """Of the environment."""
-SMALL: Keywords = {
-    "mem_fraction_static": 0.5,
-    "cuda_graph_max_bs_decode": 16,
-    "max_total_tokens": 65536,
-}
-"""Beside a trainer with weights of its own."""
 
 # what ENGINE sets, as SGLang itself does
 STOCK_DEFAULTS: Keywords = {"chunked_prefill_size": 8192, "cuda_graph_backend_prefill": None}
@@ -39,7 +33,6 @@ PREFILL_GRAPHS: Keywords = {
     "cuda_graph_backend_prefill": None,
     "cuda_graph_max_bs_prefill": 4096,
 }
-FLASHINFER: Keywords = {"attention_backend": "flashinfer"}
 KV8: Keywords = {"kv_cache_dtype": "fp8_e4m3"}
 # FA3 prefills and XQA decodes one cache: the fastest that stock SGLang can be told to do on Hopper
 STOCK_XQA: Keywords = {

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,13 @@ def _mlp(shape: Shape, mlp: str) -> Iterator[Parameter]:
     yield Parameter(f"{mlp}gate.weight", (shape.experts, hidden))
     yield Parameter(f"{mlp}experts.gate_up_proj", (shape.experts, 2 * inner, hidden), fp8=True)
     yield Parameter(f"{mlp}experts.down_proj", (shape.experts, hidden, inner), fp8=True)
+
+
+def written(shape: Shape, folder: Path, layers: int | None) -> Shape:
+    """The shape, with as many layers as were asked for, and its ``config.json`` in ``folder``."""
+    shape = replace(shape, layers=layers or shape.layers)
+    save_config(shape, folder)
+    return shape
 
 
 def save_config(shape: Shape, folder: Path) -> None:

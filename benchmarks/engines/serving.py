@@ -3,8 +3,10 @@
 import gc
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,16 @@ def start(folder: str, keywords: Keywords) -> Any:
     import sglang
 
     return sglang.Engine(model_path=folder, **keywords)
+
+
+@contextmanager
+def running(folder: Path, keywords: Keywords) -> Iterator[Any]:
+    """The same, until the end of the context."""
+    engine = start(str(folder), keywords)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
 
 
 def give_weights(engine: Any, shape: models.Shape, keywords: Keywords) -> None:

@@ -11,11 +11,6 @@ KV = {"bf16": (BF16, 0), "e4m3": (FP8, 0), "int8": (1, SCALE)}
 """By format of the KV cache: bytes of an element, and of the scales of a token and head."""
 
 
-def bf16_bytes(parameters: Iterable[Parameter]) -> int:
-    """The model in BF16: what every case counts as its payload when it states GB/s."""
-    return sum(BF16 * p.numel for p in parameters)
-
-
 def payload_bytes(parameters: Iterable[Parameter], source: str) -> int:
     """All weights as they are held. ``source``: "bf16", or "fp8" for codes and scales."""
     return sum(_source_bytes(p, source) for p in parameters)

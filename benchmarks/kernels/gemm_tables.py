@@ -22,8 +22,6 @@ from sgl_fp8rl.engine.gemm.tune_cache import Machine
 from sgl_fp8rl.engine.startup.deep_gemm import compiling_only_what_runs
 from sgl_fp8rl.engine.tuning.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.engine.tuning.tune import Measurement, list_attempts, measure, pick, rows_of, tried
-from sgl_fp8rl.tools.plan import shape as plan_shape
-from sgl_fp8rl.tools.plan.gemms import shapes_of
 from sgl_fp8rl.tools.tune import BUCKETS
 
 RANKS = {"qwen3-32b": 2}
@@ -37,8 +35,18 @@ def shapes() -> list[Shape]:
     """N, K of the linears of the benchmarked models."""
     found = set()
     for name, shape in models.SHAPES.items():
-        found |= set(shapes_of(plan_shape.of(models.config(shape)), RANKS.get(name, 1)))
+        found |= set(linears(shape, RANKS.get(name, 1)))
     return sorted(found)
+
+
+def linears(shape: models.Shape, tp: int) -> list[Shape]:
+    """N, K of a layer's on a rank; experts are none of them."""
+    queries, keys = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
+    found = [(queries + 2 * keys, shape.hidden), (shape.hidden, queries)]
+    if not shape.experts:
+        inner = shape.intermediate // tp
+        found += [(2 * inner, shape.hidden), (shape.hidden, inner)]
+    return found
 
 
 def compile_share(gpu: int, shape: Shape, rows: Sequence[int]) -> None:

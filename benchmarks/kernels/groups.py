@@ -12,7 +12,6 @@ machine compiles SGLang's kernels: run it twice.
 """
 
 import importlib
-from dataclasses import dataclass
 
 import torch
 
@@ -20,38 +19,29 @@ from benchmarks import measuring
 from benchmarks.benchmark import Benchmark, Job, Measurement, Run
 from benchmarks.kernels import pair
 
-
-@dataclass(frozen=True)
-class KernelGroup:
-    """Pairs of kernels that are measured in one process."""
-
-    name: str
-    module: str
-    function: str = "pairs"
-    """Yields them."""
+GROUPS = {
+    "activations": "activation.pairs",
+    "qk_rope": "kv.qk_rope",
+    "store": "kv.store",
+    "sampler": "sampler.pairs",
+}
+"""Module and function that yields pairs, which are measured in one process."""
 
 
-GROUPS = (
-    KernelGroup("activations", "activation"),
-    KernelGroup("qk_rope", "kv", "qk_rope"),
-    KernelGroup("store", "kv", "store"),
-    KernelGroup("sampler", "sampler"),
-)
-
-
-def measure(group: KernelGroup, run: Run) -> list[Measurement]:
+def measure(group: str, run: Run) -> list[Measurement]:
     """Check and time the pairs of a group.
 
     Raises:
         RuntimeError: a pair does not agree.
     """
     torch.manual_seed(0)
-    pairs = getattr(importlib.import_module(f"benchmarks.kernels.{group.module}"), group.function)()
+    module, _, function = group.partition(".")
+    pairs = getattr(importlib.import_module(f"benchmarks.kernels.{module}"), function)()
     return pair.measurements(pairs, measuring.copy_tb_s())
 
 
 BENCHMARK = Benchmark(
-    jobs=tuple(Job(group.name, group, stock=True) for group in GROUPS),
+    jobs=tuple(Job(name, group, stock=True) for name, group in GROUPS.items()),
     measure=measure,
     limit_s=240.0,
 )

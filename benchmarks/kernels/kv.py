@@ -173,7 +173,8 @@ def _slots(tokens: int) -> Tensor:
 
 
 def _at(codes_SHD: Tensor, slots_T: Tensor) -> Tensor:
-    return codes_SHD.view(torch.uint8)[slots_T]  # not every torch can index FP8
+    # not every torch can index FP8
+    return codes_SHD.view(torch.uint8)[slots_T].view(FP8_DTYPE)
 
 
 def _scales(cache: Cache) -> tuple[Tensor, Tensor]:

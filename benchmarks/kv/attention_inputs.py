@@ -157,6 +157,18 @@ def errors(out: torch.Tensor, exact_BHGD: torch.Tensor) -> dict[str, list[float]
     }
 
 
+def off(
+    out: torch.Tensor, meant_BHGD: torch.Tensor, wanted_BHGD: torch.Tensor
+) -> dict[str, list[float]]:
+    """What arithmetic and codes lose: against attention over what the codes mean, and over the
+    values before they were codes."""
+    return {
+        "code_error": errors(out, meant_BHGD)["kv_error"],
+        "code_bias": [bias(out, meant_BHGD)],
+        "kv_error": errors(out, wanted_BHGD)["kv_error"],
+    }
+
+
 def _gain(normal_D: torch.Tensor, name: str) -> torch.Tensor:
     gain_D = torch.exp(GAIN_SPREAD * normal_D)
     gain_D[list(OUTLIER_CHANNELS[name])] *= OUTLIER_GAIN

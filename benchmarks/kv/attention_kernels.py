@@ -147,13 +147,6 @@ def fa2(inputs: Inputs, cache_dtype: torch.dtype) -> Any:
     return wrapper.run
 
 
-def attend_bf16(inputs: Inputs) -> Attend:
-    """FA2 over a BF16 cache: what stock SGLang does without an FP8 KV cache."""
-    run = fa2(inputs, torch.bfloat16)
-    q = inputs.q_BHGD.flatten(1, 2)
-    return lambda caches: run(q, caches)
-
-
 def attend_fa2(inputs: Inputs, layer: Any, run: Any) -> Attend:
     """Our hook on FlashInfer's decode: scales folded into q and out. ``run``: see ``fa2``."""
     q = inputs.q_BHGD.flatten(1)
@@ -231,25 +224,6 @@ def attend_xqa(inputs: Inputs, layer: Any, *, fp8_mma: bool = True) -> Attend:
         return out.flatten(1)
 
     return attend
-
-
-def attend_stock_xqa(inputs: Inputs) -> Attend:
-    """XQA as SGLang calls it: a scale of 1, as Python floats."""
-    from flashinfer.decode import xqa_batch_decode_with_kv_cache
-
-    q, backend = inputs.q_BHGD.flatten(1, 2), page_tables(inputs)
-    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    return lambda caches: xqa_batch_decode_with_kv_cache(
-        q,
-        tuple(paged(cache) for cache in caches),
-        workspace,
-        backend._get_layer_page_table(None, None),
-        backend.forward_metadata.cache_seqlens_int32,
-        inputs.load.context,
-        bmm1_scale=DIM**-0.5,
-        bmm2_scale=1.0,
-        kv_layout="HND",
-    )
 
 
 def page_tables(inputs: Inputs) -> Any:

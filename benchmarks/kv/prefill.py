@@ -14,7 +14,7 @@ import torch
 from benchmarks import measuring
 from benchmarks.benchmark import Benchmark, Job, Measurement, Run
 from benchmarks.kv import attention_kernels as kernels
-from benchmarks.kv.attention_inputs import DIM, HEADS, Inputs, Load, bias, draw, errors, exact
+from benchmarks.kv.attention_inputs import DIM, HEADS, Inputs, Load, draw, exact, off
 from sgl_fp8rl.engine.attention import kv_attention, kv_prefill
 from sgl_fp8rl.ops.paged_prefill import Workspace
 from sgl_fp8rl.ops.reference import FP8_DTYPE
@@ -60,14 +60,9 @@ def _errors() -> Iterator[Measurement]:
             meant = wanted
             if arm.layer is not None:
                 meant = exact(kernels.meant(inputs, arm.layer, arm.caches))
-            out = arm.attend(arm.caches)
-            values = {
-                "code_error": errors(out, meant)["kv_error"],
-                "code_bias": [bias(out, meant)],
-                "kv_error": errors(out, wanted)["kv_error"],
-            }
+            values = off(arm.attend(arm.caches), meant, wanted)
             yield {"arm": arm.name, "case": load.name, "values": values}
-            del meant, out
+            del meant
         del inputs, wanted, arm
         torch.cuda.empty_cache()
 

@@ -5,8 +5,7 @@
 
 First the weights that runs begin with, then a seed of every arm before the next seed, then the
 evaluations of what is finished. Each run writes a checkpoint before the deadline and ends; the next
-call goes on. A job that fails is tried once more: engines that start side by side may take each
-other's port.
+call goes on, also with what failed: engines that start side by side may take each other's port.
 """
 
 import argparse
@@ -29,11 +28,9 @@ from benchmarks.learning.study import ARMS, DEFAULT_ARMS, Study, add_options, op
 
 BETWEEN_STARTS_S = 4.0
 """Of one GPU: an engine looks at the memory that is free when it starts."""
-LEAST_S = 60.0
-"""A job that has less time than this is not started: its engine takes 40 s."""
-GRACE_S, EVALUATION_S, EVALUATED_S = 45.0, 90.0, 10.0
-"""Before the deadline: for a run's last step and checkpoint, then for an engine that evaluates, and
-for each run that it does."""
+GRACE_S, EVALUATION_S = 45.0, 150.0
+"""Before the deadline: for a run's last step and checkpoint, then for an engine that evaluates the
+runs of a seed."""
 ended = Event()
 """Set by SIGTERM: no job outlives this process."""
 
@@ -61,7 +58,7 @@ def phases_of(of: Study, args: argparse.Namespace) -> list[tuple[float, list[Job
         settings = ("--settings", json.dumps(args.settings))
         return Job(name, (*program, *options, *settings, *words), tuple(makes))
 
-    until = args.until - GRACE_S - EVALUATION_S - EVALUATED_S * (len(args.arms) + 1)
+    until = args.until - GRACE_S - EVALUATION_S
     runs, evaluations = [], []
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         folders = {name: of.run_folder(name, seed) for name in args.arms}
@@ -86,29 +83,23 @@ def run_jobs(jobs: Sequence[Job], slots: Sequence[str], logs: Path, until: float
     left = iter([job for job in jobs if not job.is_done])
     locks = {gpu: Lock() for gpu in slots}
 
-    def attempt(job: Job, gpu: str) -> bool:
-        """Whether it is to be tried again."""
-        with locks[gpu]:
-            time.sleep(BETWEEN_STARTS_S)
-        print(f"{job.name}  starts, CUDA_VISIBLE_DEVICES={gpu}", flush=True)
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-        with (logs / f"{job.name}.log").open("ab") as out:
-            status = processes.finish(
-                job.command, out, environ, ROOT, lambda: ended.is_set() or time.time() > until
-            )
-        # 0: it evaluated what was finished; None: its time was up
-        has_failed = not job.is_done and status not in (0, STOPPED, None)
-        how = "is done" if job.is_done else f"failed: {status}" if has_failed else "is to go on"
-        print(f"{job.name}  {how}", flush=True)
-        return has_failed
-
     def work(gpu: str) -> None:
-        def is_late() -> bool:
-            return ended.is_set() or time.time() > until - LEAST_S
+        def is_over() -> bool:
+            return ended.is_set() or time.time() > until
 
-        while not is_late() and (job := next(left, None)):
-            if attempt(job, gpu) and not is_late():
-                attempt(job, gpu)
+        while not is_over() and (job := next(left, None)):
+            with locks[gpu]:
+                time.sleep(BETWEEN_STARTS_S)
+            print(f"{job.name}  starts, CUDA_VISIBLE_DEVICES={gpu}", flush=True)
+            environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            with (logs / f"{job.name}.log").open("ab") as out:
+                status = processes.finish(job.command, out, environ, ROOT, is_over)
+            # 0: it evaluated what was finished; None: its time was up
+            is_to_go_on = status in (0, STOPPED, None)
+            how = (
+                "is done" if job.is_done else "is to go on" if is_to_go_on else f"failed: {status}"
+            )
+            print(f"{job.name}  {how}", flush=True)
 
     with ThreadPoolExecutor(len(slots)) as pool:
         list(pool.map(work, slots))

@@ -67,14 +67,14 @@ def measure(checkpoint: Path, name: str, device: torch.device) -> Row:
     """What an arm's engine answers, and how far it is from a BF16 trainer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    arm, questions = ARMS[name], measured.QUESTIONS[:ANSWERS]
+    keywords, questions = ARMS[name], measured.QUESTIONS[:ANSWERS]
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(device).eval()
     prompts = [measured.chat(tokenizer, question) for question in measured.QUESTIONS]
-    with measured.running(checkpoint, arm, device) as engine:
+    with measured.running(checkpoint, keywords, device) as engine:
         formats: list[str] = []
         weight_bytes = sum(2 * parameter.numel() for parameter in model.parameters())
-        if "quantization" in arm.engine:
+        if "quantization" in keywords:
             layers = engine.fp8rl_control({"op": "layers"})["layers"]
             formats = [layer["format"] for layer in layers]
             weight_bytes = measured.weight_bytes(engine)

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens of the longest response, H hidden, V vocabulary.
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.engines import serving
 from benchmarks.environment import ROOT
-from benchmarks.pretrained.arms import Arm
 from trainer_bridge import Rollout
 from trainer_bridge.metrics import mismatch_metrics
 
@@ -37,18 +36,12 @@ ENGINE: dict[str, dict[str, Any]] = {
 }
 
 
-@contextmanager
-def running(checkpoint: Path, arm: Arm, device: torch.device) -> Iterator[Any]:
-    """An arm's engine."""
-    import sglang
-
+def running(
+    checkpoint: Path, arm: dict[str, Any], device: torch.device
+) -> AbstractContextManager[Any]:
+    """An engine with an arm's keywords."""
     common = {"skip_tokenizer_init": True, "random_seed": SEED, "log_level": "error"}
-    keywords = common | ENGINE[device.type] | arm.engine
-    engine = sglang.Engine(model_path=str(checkpoint), **keywords)
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+    return serving.running(checkpoint, common | ENGINE[device.type] | arm)
 
 
 def scaled_blocks(model: Any, off: float) -> Iterator[tuple[str, torch.Tensor]]:

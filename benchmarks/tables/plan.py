@@ -1,6 +1,7 @@
 """What ``sgl-fp8rl plan`` prints, and what its arithmetic says of GPUs of 80 GB."""
 
 import argparse
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -16,6 +17,11 @@ from sgl_fp8rl.tools.plan.speed import ARMS
 
 FLAGS = "--samples 512 --prompt-tokens 1024 --response-tokens 4000 --max-response-tokens 20000"
 NAMES = ("stock-bf16", "fp8rl", "fp8rl-kv8")
+METRICS = {"decode_step_ms": "decode step", "prefill_s": "prefill"}
+KINDS = {
+    "left out": ", a load left out of the fit",
+    "other model": " of Qwen3-32B's half, stock-bf16",
+}
 GPUS = (("one GPU", 1), ("TP 2", 2))
 
 
@@ -29,17 +35,37 @@ def example(_: Any) -> str:
     return indent(f"sgl-fp8rl plan PATH {FLAGS}\n\n{printed.getvalue().rstrip()}", " " * 4)
 
 
+def errors(figures: Mapping[str, Any]) -> str:
+    """How far off what was not fitted is."""
+    off = figures["errors"]
+    lines = [
+        [
+            f"{what}{how}",
+            f"{each['rows']} rows",
+            f"{each['mean']:.1%} in the mean, {each['worst']:.1%} at worst",
+        ]
+        for kind, how in KINDS.items()
+        for metric, what in METRICS.items()
+        for each in [off[kind][metric]]
+    ]
+    for metric, each in off["rollout"].items():
+        predicted, measured = each["predicted"], each["measured"]
+        both = f"{predicted:.1f}, measured {measured:.1f}"
+        what = f"long tail, stock-bf16: {metric}"
+        lines.append([what, both, f"{predicted / measured - 1:+.1%}"])
+    return grid(["what was predicted", "", "off by"], lines)
+
+
 def capacities(_: Any) -> str:
     """What an engine holds that has the GPU to itself; nothing of it was measured."""
-    gpu = memory.gpus()["h100"]
+    free = memory.idle_bytes(memory.H100)
     arms = [arm for arm in ARMS if arm.name in NAMES]
     lines = []
     for model, of in MODELS.items():
         size = shape.of(config(of))
         for where, tp in GPUS:
             fits = [
-                memory.kv_tokens(gpu, size, arm, tp, 0.0, FULL["mem_fraction_static"])
-                for arm in arms
+                memory.kv_tokens(free, size, arm, tp, FULL["mem_fraction_static"]) for arm in arms
             ]
             cells = [f"{tokens:,}" if tokens > 0 else "does not fit" for tokens in fits]
             lines.append([f"{model}, {where}", *cells])

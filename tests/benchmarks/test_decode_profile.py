@@ -13,20 +13,10 @@ from benchmarks.benchmark import Run
 from benchmarks.engines import models, serving
 
 LAYERS = 3
-
-
 NVJET = "nvjet_tst_128x64_64x4_1x2_h_bz_TNT"
-
-
 DEEPGEMM = "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 24576u, 4096u, 1u, 128u>(float*)"
-
-
 ON_SELF_ADD = "at::native::CUDAFunctorOnSelf_add<long>, std::array<char*, 2ul> >()"
-
-
 QUANT = "void per_token_group_quant_flat_kernel<__nv_bfloat16, c10::Float8_e4m3fn>()"
-
-
 STOCK_LAYER = [
     ("norm", "void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>()"),
     ("quantize", QUANT),
@@ -44,22 +34,16 @@ STOCK_LAYER = [
     ("quantize", QUANT),
     ("GEMM down", DEEPGEMM),
 ]
-
-
 HEAD = [
     ("norm", "void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>()"),
     ("GEMM lm_head", NVJET),
 ]
-
-
 AFTER = [
     ("sampling, logprobs", "void at::native::(anonymous)::cunn_SoftMaxForward<4, float>()"),
     ("sampling, logprobs", "void flashinfer::sampling::TopKTopPSamplingFromProbKernel<1024u>()"),
     ("copies", "Memcpy DtoH (Device -> Pinned)"),
     ("other", "void someone_s_new_thing<int>()"),
 ]
-
-
 STEP = STOCK_LAYER * LAYERS + HEAD
 
 
@@ -72,8 +56,6 @@ FLASHINFER_PREFILL = (
     "void flashinfer::PrefillWithKVCacheKernel<flashinfer::CollectiveMainloop<"
     "RaggedParams::AdditionalParams, flashinfer::AttentionKernelTraits<true, 128, 128, 128>>>()"
 )
-
-
 PREFILL_LAYER = [
     ("norm", "_norm_rows"),
     ("GEMM qkv", DEEPGEMM),
@@ -90,16 +72,12 @@ PREFILL_LAYER = [
     ("SiLU x up", "_silu_mul_tiles"),
     ("GEMM down", DEEPGEMM),
 ]
-
-
 BEFORE_PREFILL = [
     ("scheduling", "alloc_extend_kernel"),
     ("scheduling", "create_flashinfer_kv_indices_triton"),
     ("scheduling", "void at::native::vectorized_elementwise_kernel<2, " + ON_SELF_ADD),
     ("embedding", "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)"),
 ]
-
-
 AFTER_PREFILL = [
     ("sampling, logprobs", "_reduce_chunk"),
     ("sampling, logprobs", "_draw_row"),
@@ -290,7 +268,7 @@ def test_an_arm_profiles_decode_and_prefill(
     monkeypatch.setitem(models.MODELS, "qwen3-8b", shape)
     monkeypatch.setattr(serving, "start", lambda folder, keywords: Engine())
     monkeypatch.setattr(serving, "give_weights", lambda *_: None)
-    run = Run(tmp_path, tmp_path, tmp_path / "log", {"layers": None}, ("128x512",))
+    run = Run(tmp_path, tmp_path / "log", {"layers": None}, ("128x512",))
     prefill, decode = decode_profile.measure(rollout.find("stock-bf16"), run)
     assert prefill["case"] == "128x512, prefill of 16384 tokens"
     assert decode["case"] == "128x512, decode"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import long_tail, rollout, start, update
+from benchmarks import long_tail, rollout, update
 from benchmarks.benchmark import Run
 from benchmarks.engines import models
 from benchmarks.engines.keywords import is_stock
@@ -20,8 +20,6 @@ def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:
     """Name and keywords of each engine, and whether its job runs SGLang without the plugin."""
     for job in update.BENCHMARK.jobs:
         yield job.name, job.stock, update.COMMON | job.spec.engine
-    for job in start.BENCHMARK.jobs:
-        yield job.name, job.stock, start.ENGINE | job.spec.engine
     for job in (*rollout.DENSE.jobs, *rollout.MOE.jobs, *rollout.ON_TWO_GPUS.jobs):
         yield job.name, job.stock, job.spec.keywords(batches=(64, 32))
     for job in long_tail.BENCHMARK.jobs:
@@ -93,7 +91,7 @@ def test_the_plugin_serves_every_fp8_kv_cache_of_ours() -> None:
 
 
 def test_a_case_that_no_model_has_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path, tmp_path, tmp_path / "log", {"layers": None}, ("64x*",))
+    run = Run(tmp_path, tmp_path / "log", {"layers": None}, ("64x*",))
     assert [load.name for load in rollout.wanted_loads("qwen3-8b", run)] == ["64x8192"]
     with pytest.raises(ValueError, match="names no load of qwen3-30b-a3b; it has 64x4096"):
         rollout.wanted_loads("qwen3-30b-a3b", replace(run, cases=("1x1",)))

@@ -18,7 +18,7 @@ OPTIONS = {"layers": 1, "repeats": 1}
 @pytest.mark.parametrize("job", fp8_forward.BENCHMARK.jobs, ids=lambda job: job.name)
 def test_bf16_beside_codes(job: Any, tmp_path: Path) -> None:
     spec = job.spec
-    found = fp8_forward.measure(spec, Run(tmp_path, tmp_path, tmp_path / "log", OPTIONS))
+    found = fp8_forward.measure(spec, Run(tmp_path, tmp_path / "log", OPTIONS))
     cases = [f"{sequences}x{length}" for sequences, length in spec.batches]
     arms = ["bf16", "fp8_forward, reference"]
     assert [(m["arm"], m["case"]) for m in found] == [(a, c) for a in arms for c in cases]

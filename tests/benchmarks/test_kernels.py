@@ -26,47 +26,22 @@ from sgl_fp8rl.ops import (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_the_same_and_neighbours(dtype: torch.dtype) -> None:
     x = torch.linspace(-3, 3, 400).to(dtype)
-    kernels_pair.assert_same("x", x, x.clone())
-    kernels_pair.assert_close("x", x, x.clone())
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    for place in (0, 399):  # of either sign
-        near, far = x.clone(), x.clone()
-        near.view(kind)[place] += 1
-        far.view(kind)[place] += 2
-        kernels_pair.assert_close("x", near, x)
+    kind = {1: torch.int8, 2: torch.int16}[x.element_size()]
+    near, far = x.clone(), x.clone()
+    near.view(kind)[[0, 399]] += 1  # of either sign
+    far.view(kind)[399] += 3
+    for check in (kernels_pair.assert_same, kernels_pair.assert_close):
+        check("x", x, x.clone())
         with pytest.raises(RuntimeError, match="x: 1 of 400 values are not SGLang's"):
-            kernels_pair.assert_same("x", near, x)
-        with pytest.raises(RuntimeError, match="others 2 steps off"):
-            kernels_pair.assert_close("x", far, x)
-    many = x.clone()
-    many.view(kind)[:40] += 1
-    with pytest.raises(RuntimeError, match=r"0\.9000 of values are SGLang's"):
-        kernels_pair.assert_close("x", many, x)
-
-
-def test_zeros_are_neighbours_and_signs_are_not() -> None:
-    zero, least = torch.zeros(1), torch.tensor([-(2.0**-149)])
-    kernels_pair.assert_close("x", zero, -zero)
-    with pytest.raises(RuntimeError):
-        kernels_pair.assert_same("x", zero, -zero)
-    with pytest.raises(RuntimeError, match=r"0\.0000 of values are SGLang's, others 1 steps"):
-        kernels_pair.assert_close("x", zero, least)
-    one = torch.ones(1)
-    with pytest.raises(RuntimeError, match=r"others [0-9]{8,} steps"):
-        kernels_pair.assert_close("x", one, -one)
-
-
-def test_other_shapes_and_dtypes_do_not_agree() -> None:
-    x = torch.ones(2, 3)
-    for other in (x.t(), x.bfloat16()):
-        for check in (kernels_pair.assert_same, kernels_pair.assert_close):
-            with pytest.raises(RuntimeError, match=r"x: ours is torch\.float32 \[2, 3\]"):
-                check("x", x, other)
-    column = torch.ones(4, 1).expand(4, 1).as_strided((4, 1), (1, 7))
-    kernels_pair.assert_same("a column alone", column, torch.ones(4, 1))
+            check("x", far, x)
+        with pytest.raises(RuntimeError, match=r"x: ours is torch\.\w+ \[20, 20\], SGLang's"):
+            check("x", x.view(20, 20), x)
+    kernels_pair.assert_close("x", near, x)
+    with pytest.raises(RuntimeError, match="x: 2 of 400 values"):
+        kernels_pair.assert_same("x", near, x)
 
 
 def a_pair(kernel: str, size: str, stock_us: float, ours_us: float) -> kernels_pair.Pair:
@@ -107,11 +82,13 @@ def test_calls_go_round_as_many_tensors_as_fit() -> None:
 
 
 def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, tmp_path, tmp_path / "log")
+    run = Run(tmp_path, tmp_path / "log")
     monkeypatch.setattr(measuring, "copy_tb_s", lambda: 4.0)
     for job in kernels.BENCHMARK.jobs:
-        module = importlib.import_module(f"benchmarks.kernels.{job.spec.module}")
-        monkeypatch.setattr(module, job.spec.function, lambda: [a_pair("KV store", "1", 2, 1)])
+        module = importlib.import_module(f"benchmarks.kernels.{job.spec.partition('.')[0]}")
+        monkeypatch.setattr(
+            module, job.spec.partition(".")[2], lambda: [a_pair("KV store", "1", 2, 1)]
+        )
         found = kernels.measure(job.spec, run)
         assert [measurement["arm"] for measurement in found] == ["stock", "ours"] and job.stock
 
@@ -204,7 +181,7 @@ def test_the_pair_of_norm_rope_and_store(monkeypatch: pytest.MonkeyPatch) -> Non
         return qk_rope.norm_rope_store(qkv, (positions + 1) % kernels_kv.POSITIONS, *rest)
 
     monkeypatch.setattr(kernels_kv, "stock_qk_rope", later)
-    with pytest.raises(RuntimeError, match=r"q: 0\.\d+ of values are SGLang's"):
+    with pytest.raises(RuntimeError, match=r"q: \d+ of \d+ values are not SGLang's"):
         pair.check()
 
 
@@ -225,7 +202,7 @@ def test_the_sampler_s_pair_agrees_and_a_wrong_one_is_seen(monkeypatch: pytest.M
             return ours(*args)
 
         monkeypatch.setattr(kernels_sampler, "our_sample", late)
-        with pytest.raises(RuntimeError, match="other random numbers"):
+        with pytest.raises(RuntimeError, match=r"random numbers after them (?!0\.0)"):
             pair.check()
 
         def shifted(*args: Any) -> torch.Tensor:
@@ -234,5 +211,5 @@ def test_the_sampler_s_pair_agrees_and_a_wrong_one_is_seen(monkeypatch: pytest.M
             return tokens
 
         monkeypatch.setattr(kernels_sampler, "our_sample", shifted)
-        with pytest.raises(RuntimeError, match=r"logprobs are 1\.0e-03 from float64's"):
+        with pytest.raises(RuntimeError, match=r"logprobs are 1\.0e-03 apart"):
             pair.check()

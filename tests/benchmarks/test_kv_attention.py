@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from benchmarks.benchmark import Run
-from benchmarks.kv import attention as kv_attention
 from benchmarks.kv import attention_inputs as inputs_of
 from benchmarks.kv import attention_kernels as kernels
-from benchmarks.kv import prefill
+from benchmarks.kv import decode, prefill
 from sgl_fp8rl.engine.attention import kv_prefill
 from sgl_fp8rl.ops.paged_prefill import reference
 from sgl_fp8rl.ops.reference import FP8_DTYPE
@@ -133,33 +132,27 @@ def test_xqa_runs_both_variants(hopper: list[bool]) -> None:
             got = kernels.attend_xqa(drawn, layer, fp8_mma=fp8_mma)(caches)
             assert hopper == [fp8_mma]
             assert max(inputs_of.errors(got, wanted)["kv_error"]) < FP8_ERROR
-    drawn = inputs_of.draw(LOAD, "cpu")
-    caches = kernels.stored(kernels.layer_of("unit", drawn), drawn)
-    got = kernels.attend_stock_xqa(drawn)(caches)
-    assert max(inputs_of.errors(got, inputs_of.exact(drawn))["kv_error"]) < FP8_ERROR
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_kernel_and_scheme_has_a_measurement(
-    hopper: list[bool], monkeypatch: pytest.MonkeyPatch
+def test_every_arm_of_decode_has_errors_and_a_time(
+    hopper: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(kv_attention, "LOADS", (LOAD, BEYOND))
-    monkeypatch.setattr(kv_attention, "DEVICE", "cpu")
+    monkeypatch.setattr(decode, "CASES", [LOAD, replace(LOAD, v_mean=1.0)])
+    monkeypatch.setattr(decode, "DEVICE", "cpu")
     monkeypatch.setattr(
         kernels, "fa2", lambda inputs, _: a_run(inputs.load, kernels.slots_of(inputs))
     )
-    monkeypatch.setattr(kv_attention, "times_us", lambda attend, caches: [2.0, 1.0, 3.0])
-    found = kv_attention.measurements(False, 4.0)
-    assert [measurement["arm"] for measurement in found[:8]] == [
-        "stock-fa2-bf16",
-        "stock-xqa, unit scales",
-        *(f"{k}, {s} scales" for s in kernels.SCHEMES for k in ("fa2", "xqa", "paged")),
-    ]
-    assert found[0]["values"]["attention_floor_us"] == [LOAD.cache_bytes(2) / 4e6]
-    assert found[1]["values"]["attention_floor_us"] == [LOAD.cache_bytes(1) / 4e6]
-    assert all(("attention_us" in r["values"]) is (r["case"] == LOAD.name) for r in found)
-    other = kv_attention.measurements(True, 4.0)
-    assert [r["arm"] for r in other[:2]] == [f"xqa-bf16-mma, {s} scales" for s in kernels.SCHEMES]
+    monkeypatch.setattr(decode.measuring, "copy_tb_s", lambda: 4.0)
+    monkeypatch.setattr(decode.measuring, "graph_us", lambda calls, _: [2.0 * len(calls)])
+    found = decode.measure(None, Run(tmp_path, tmp_path / "log"))
+    arms = ["paged", "xqa", "xqa-bf16-mma", "fa2", "paged-int8"]
+    assert [r["arm"] for r in found] == 2 * arms and hopper == [True, False] * 2
+    assert found[0]["values"]["attention_floor_us"] == [LOAD.cache_bytes(1) / 4e6]
+    assert [r["values"].get("attention_us") for r in found] == 5 * [[16.0]] + 5 * [None]
+    lost = {r["arm"]: max(r["values"]["kv_error"]) for r in found[:5]}
+    assert max(lost.values()) < FP8_ERROR and lost["paged-int8"] < lost["paged"] / 2
+    assert max(r["values"]["code_error"][0] for r in found) < BF16_ERROR
 
 
 def test_codes_are_fp8() -> None:
@@ -215,7 +208,7 @@ def test_every_arm_of_prefill_has_errors_and_times(
     monkeypatch.setattr(kv_prefill, "fa3", lambda *scores, num_splits: reference(*scores))
     monkeypatch.setattr(prefill.measuring, "queued_us", lambda calls: [c().norm() for c in calls])
     job = prefill.BENCHMARK.jobs[0]
-    found = prefill.BENCHMARK.measure(job.spec, Run(tmp_path, tmp_path, tmp_path / "log"))
+    found = prefill.BENCHMARK.measure(job.spec, Run(tmp_path, tmp_path / "log"))
     errors, times = found[:5], found[5:]
     arms = ["fa3-bf16", "stock-fa3-fp8", "ours-e4m3", "ours-int8", "flashinfer-e4m3"]
     assert [r["arm"] for r in errors] == arms == [r["arm"] for r in times]

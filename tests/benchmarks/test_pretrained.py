@@ -3,12 +3,11 @@
 import hashlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.pretrained import checkpoint, measured, needle
+from benchmarks.pretrained import checkpoint, measured
 from benchmarks.pretrained.demo import MEASURED, TRAINED, summary
 from benchmarks.pretrained.measured import scaled_blocks
 from sgl_fp8rl.ops.reference import quantize_weight
@@ -107,24 +106,3 @@ def test_the_summary_of_the_demo_has_both() -> None:
         assert f"{arm} says" in text and f"({row['regret']['Who?']:.2f} nats)" in text
         assert f"weights {row['weight_bytes'] // 10**6} MB" in text
     assert text.count("2 steps of GRPO") == 2
-
-
-class Words:
-    """A tokenizer with a token for each word, and a chat template that adds nothing."""
-
-    def __call__(self, text: str, add_special_tokens: bool) -> Any:
-        return SimpleNamespace(input_ids=text.split())
-
-    def apply_chat_template(self, turn: Any, **_: Any) -> str:
-        return str(turn[0]["content"])
-
-
-@pytest.mark.parametrize("depth", [0.1, 0.9])
-def test_a_needle_lies_at_its_depth_of_a_text(depth: float) -> None:
-    found = list(needle.texts(Words(), 700, depth, 3))
-    assert len({code for _, code in found}) == 3
-    for prompt, code in found:
-        (at,) = (place for place, word in enumerate(prompt) if word == f"{code}.")
-        assert 680 < len(prompt) <= 700 and abs(at / len(prompt) - depth) < 0.05
-        assert prompt[-len(needle.ANSWER.split()) :] == needle.ANSWER.split()
-    assert found == list(needle.texts(Words(), 700, depth, 3))

@@ -13,11 +13,7 @@ from benchmarks.engines import models, serving, shared_weights, stock_push, traf
 from sgl_fp8rl.ops.reference import FP8_DTYPE, dequantize_weight, quantize_weight
 
 TINY = models.Shape(hidden=256, intermediate=384, layers=3, heads=2, kv_heads=1, vocab=512)
-
-
 TINY_MOE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=512)
-
-
 QWEN3_8B = models.MODELS["qwen3-8b"]
 
 
@@ -55,7 +51,7 @@ def test_a_step_reads_the_experts_that_its_tokens_use() -> None:
     assert 0.98 < moe.experts_read(64) < 1.0
     parameters = list(models.parameters(moe))
     whole, one = (traffic.step_weight_bytes(parameters, "bf16", n) for n in (1.0, 8 / 128))
-    assert whole == traffic.bf16_bytes(parameters) - 2 * 151_936 * 2048
+    assert whole == traffic.payload_bytes(parameters, "bf16") - 2 * 151_936 * 2048
     assert one == whole - (1 - 8 / 128) * 2 * 48 * 128 * 3 * 768 * 2048
 
 

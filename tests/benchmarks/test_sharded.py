@@ -14,8 +14,13 @@ from benchmarks import measuring, sharded, update
 from benchmarks.engines import models, weights
 from benchmarks.run import RESULTS
 from benchmarks.sharded_stock import gathered_buckets, parameters
-from benchmarks.tables.sharded import kernels_ms, trainer_gpus
-from sgl_fp8rl.tools.plan import shape, speed, update_time
+from benchmarks.tables.sharded import (
+    MEMORY_BYTES_MS,
+    kernels_ms,
+    sharded_kernels_ms,
+    trainer_gpus,
+)
+from sgl_fp8rl.tools.plan import shape
 from tests.trainer_bridge import ranks
 
 SHAPE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=511)
@@ -193,6 +198,7 @@ def test_the_kernels_take_what_the_formula_predicts() -> None:
     control = []
     for name, found in measured.items():
         of = shape.of(models.config(models.SHAPES[name]))
-        assert update_time.sharded_kernels_ms(of, gpus) == pytest.approx(found, rel=WITHIN)
-        control.append(update_time.moved_bytes(of, "mapped") / gpus / speed.H200_BYTES_MS / found)
+        assert sharded_kernels_ms(of, gpus) == pytest.approx(found, rel=WITHIN)
+        local = of.weight_bytes(fp8=False) + of.weight_bytes(fp8=True)
+        control.append(local / gpus / MEMORY_BYTES_MS / found)
     assert min(control) < 1 - WITHIN

@@ -17,13 +17,11 @@ from benchmarks.engines import models, serving, shared_weights, stock_push, weig
 from benchmarks.engines.keywords import is_stock
 
 TINY = models.Shape(hidden=256, intermediate=384, layers=2, heads=2, kv_heads=1, vocab=4096)
-
-
 CASES = ("128x512", "64x8192")
 
 
 def measure(arm: str, folder: Path) -> list[Measurement]:
-    run = Run(folder, folder, folder / "log", {"layers": None}, CASES)
+    run = Run(folder, folder / "log", {"layers": None}, CASES)
     return rollout.measure(rollout.find(arm), run)
 
 

@@ -150,7 +150,7 @@ def test_a_whole_arm(case: update.Case, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(update, "use_expandable_segments", lambda: expandable.append(True))
     monkeypatch.setitem(models.MODELS, "tiny", TINY_MOE)
     monkeypatch.setenv("TEST_CASE", case.name)
-    run = Run(tmp_path, tmp_path, tmp_path / "log", {"layers": None, "updates": 3})
+    run = Run(tmp_path, tmp_path / "log", {"layers": None, "updates": 3})
     (measurement,) = update.measure(replace(case, model="tiny"), run)
     assert bool(expandable) is (case.mapped is False and not case.streamed)
     place = [measurement[key] for key in ("arm", "model", "case")]

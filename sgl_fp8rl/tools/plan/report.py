@@ -1,171 +1,199 @@
-"""A prediction as the console prints it, and beside a run."""
+"""What each way to serve would take for one rollout, and how the console prints it."""
 
 import json
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from sgl_fp8rl.tables import align
-from sgl_fp8rl.tools.plan import gains, update_time
-from sgl_fp8rl.tools.plan.measured import ROLLOUTS, figures
-from sgl_fp8rl.tools.plan.prediction import Cluster, Prediction, best_of_arms
+from sgl_fp8rl.tools.plan import memory, schedule, speed
+from sgl_fp8rl.tools.plan.schedule import Request, WorkloadError
 from sgl_fp8rl.tools.plan.shape import Shape
-from sgl_fp8rl.tools.plan.unmeasured import unmeasured
-from sgl_fp8rl.tools.plan.workload import Workload, WorkloadError
 
-ONE_HOST = 8
-"""GPUs."""
-HEADER = (
-    "way",
-    "GPUs",
-    "KV tokens",
-    "running",
-    "step ms",
-    "rollout s",
-    "tail s",
-    "retracted",
-    "tokens/s",
-)
-CHECKED: dict[str, Callable[[Prediction], float]] = {
-    "rollout_s": lambda each: each.outcome.seconds,
-    "rollout_tokens_s": lambda each: each.tokens_s,
-    "running_requests": lambda each: each.outcome.mean_running,
-    "retractions": lambda each: float(each.outcome.retractions),
-    "kv_tokens": lambda each: float(each.kv_tokens),
-}
-"""Figures of a run that are compared with the prediction, by the names of the benchmarks."""
+HEADER = ("way", "GPUs", "KV tokens")
+TIMED = ("running", "step ms", "rollout s", "tail s", "retracted", "tokens/s")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What serves.
+
+    Args:
+        gpu: ``memory.H200``, or another one, whose times are not known.
+        gpus: all of them; each engine takes ``tp``.
+        free_bytes: of each GPU, without what a trainer keeps while the engines run.
+        fraction: ``mem_fraction_static``; None for what SGLang's estimate leaves.
+        chunk: ``chunked_prefill_size``.
+    """
+
+    gpu: str
+    free_bytes: float
+    gpus: int = 1
+    tp: int = 1
+    fraction: float | None = None
+    chunk: int = 8192
+
+    @property
+    def engines(self) -> int:
+        return self.gpus // self.tp
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one way to serve."""
+
+    arm: speed.Arm
+    fraction: float
+    kv_tokens: int
+    outcome: schedule.Outcome | None
+    """None where nothing like it was measured with today's kernels."""
+
+
+def predictions(shape: Shape, requests: Sequence[Request], cluster: Cluster) -> list[Prediction]:
+    """Every way whose engines hold the model and the longest request, the fastest first.
+
+    Raises:
+        DoesNotFitError: there is none.
+        WorkloadError: engines cannot have as many GPUs.
+    """
+    free, tp = cluster.free_bytes, cluster.tp
+    if tp > cluster.gpus:
+        raise WorkloadError(f"--tp {tp} needs more than --gpus {cluster.gpus}; give it --gpus {tp}")
+    if not shape.is_divisible(tp):
+        raise WorkloadError(
+            f"--tp {tp} does not divide the model's {shape.heads} heads, {shape.kv_heads} KV heads "
+            f"and MLP of {shape.intermediate}; give one that does"
+        )
+    share = busiest(requests, cluster.engines)
+    longest = max(request.prompt + request.limit for request in requests)
+    fraction = cluster.fraction or memory.mem_fraction_static(free, tp, cluster.chunk, len(share))
+    tokens = {arm: memory.kv_tokens(free, shape, arm, tp, fraction) for arm in speed.ARMS}
+    largest = max(tokens.values())
+    if largest <= longest:
+        what = (
+            f"a request of up to {longest} tokens does not fit: the largest KV cache would hold "
+            f"{largest}"
+            if largest > 0
+            else f"the model does not fit: its weights take "
+            f"{shape.weight_bytes(fp8=True) / memory.GIB:.0f} GiB in FP8"
+        )
+        raise schedule.DoesNotFitError(
+            f"{what}; give an engine more GPUs (--gpus, --tp) or memory (--mem-fraction-static, "
+            f"--reserved-gib)"
+        )
+    found = []
+    for arm, held in tokens.items():
+        if held > longest:
+            outcome = None
+            if arm.figures and not untimed(shape, cluster):
+                times = speed.Speed(arm, shape, arm.figures, speed.figures()["bytes_ms"])
+                outcome = schedule.simulate(
+                    schedule.Engine(held, times.decode_ms, times.prefill_ms, cluster.chunk), share
+                )
+            found.append(Prediction(arm, fraction, held, outcome))
+    return sorted(found, key=lambda each: each.outcome.seconds if each.outcome else float("inf"))
+
+
+def busiest(requests: Sequence[Request], engines: int) -> Sequence[Request]:
+    """The requests of the engine that has most to generate, where each is given one in turn."""
+    shares = [requests[first::engines] for first in range(engines)]
+    return max(shares, key=lambda share: sum(request.response for request in share))
+
+
+def untimed(shape: Shape, cluster: Cluster) -> list[str]:
+    """Why no way to serve has times."""
+    reasons = {
+        "models with experts": bool(shape.experts),
+        "engines of several GPUs": cluster.tp > 1,
+        "other GPUs than an H200": cluster.gpu != memory.H200,
+    }
+    return [what for what, is_so in reasons.items() if is_so]
+
+
+def unmeasured(
+    shape: Shape, requests: Sequence[Request], cluster: Cluster, found: Sequence[Prediction]
+) -> list[str]:
+    """What was not measured with today's kernels, and what that means for the figures."""
+    if reasons := untimed(shape, cluster):
+        return [f"{' and '.join(reasons)}: there are no times"]
+    told = []
+    if arms := [each.arm.name for each in found if not each.outcome]:
+        told.append(f"{', '.join(arms)}: there are no times")
+    known = speed.figures()
+    if asdict(shape) != known["shape"]:
+        told.append(
+            f"this model: times are those of {known['model']}, scaled by bytes and operations"
+        )
+    longest = max(request.prompt + request.response for request in requests)
+    if longest > known["longest"]:
+        told.append(f"sequences of more than {known['longest']} tokens (one has {longest})")
+    running = max((each.outcome.peak_running for each in found if each.outcome), default=0)
+    if running > known["largest"]:
+        told.append(f"steps of more than {known['largest']} requests ({running} run)")
+    return told
 
 
 def render(
-    shape: Shape,
-    workload: Workload,
-    cluster: Cluster,
-    found: Sequence[Prediction],
-    train_s: float | None,
+    shape: Shape, requests: Sequence[Request], cluster: Cluster, found: Sequence[Prediction]
 ) -> str:
-    """The table, the flags of the best way, and what is not known.
-
-    Args:
-        found: all ways to serve.
-    """
-    best, *others = best_of_arms(found)
-    rows = [HEADER, *(_row(each) for each in (best, *others))]
-    lines = [align(rows), "", _flags(best, cluster), ""]
-    lines += gains.lines(shape, workload, cluster, found, best.tp)
-    lines += [_step(shape, best, cluster, train_s), ""]
-    lines += [f"Figures: {cluster.gpu.source}.", _error()]
-    lines += [f"Not measured: {what}." for what in unmeasured(shape, workload, best)]
+    """The table, the flags of the best way, and what is not known."""
+    generated = sum(request.response for request in requests)
+    lines = [align([HEADER + TIMED, *(_row(each, cluster, generated) for each in found)]), ""]
+    timed = [each for each in found if each.outcome]
+    lines += [_flags((timed or found)[0], cluster), ""]
+    known = speed.figures()
+    if timed:
+        lines += [f"Figures: {known['source']}.", _error()]
+    lines += [
+        f"Not measured with today's kernels: {what}."
+        for what in unmeasured(shape, requests, cluster, found)
+    ]
     return "\n".join(lines)
 
 
 def as_json(found: Sequence[Prediction]) -> str:
-    """All figures of the best size of each arm."""
-    return json.dumps([asdict(each) for each in best_of_arms(found)], indent=1)
+    """All figures; an outcome that is not known is null."""
+    return json.dumps([asdict(each) for each in found], indent=1)
 
 
-def check(path: Path, found: Sequence[Prediction]) -> str:
-    """A run's figures beside the predicted ones.
-
-    Args:
-        path: ``{"rows": [{"arm": ..., "metric": ..., "median": ...}]}``, as a benchmark writes it.
-
-    Raises:
-        WorkloadError: it has none that could be compared.
-    """
-    by_arm = {each.arm.name: each for each in best_of_arms(found)}
-    rows: list[tuple[str, ...]] = [("way", "figure", "predicted", "measured", "off by")]
-    for row in _measured_rows(path):
-        each, metric = by_arm.get(str(row.get("arm"))), str(row.get("metric"))
-        if each is None or metric not in CHECKED:
-            continue
-        predicted, seen = CHECKED[metric](each), float(row["median"])
-        off = f"{predicted / seen - 1:+.1%}" if seen else "-"
-        rows.append((each.arm.name, metric, f"{predicted:.1f}", f"{seen:.1f}", off))
-    if len(rows) == 1:
-        raise WorkloadError(f"{path} has no figure to compare: {', '.join(CHECKED)} of an arm")
-    return align(rows, left=(0, 1))
-
-
-def _measured_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = json.loads(path.read_text())["rows"]
-        numbers = [row for row in rows if isinstance(row["median"], (int, float))]
-        return [row for row in numbers if math.isfinite(row["median"])]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise WorkloadError(
-            f"{path} is not a result file ({type(error).__name__}); see docs/plan.md"
-        ) from None
-
-
-def _row(each: Prediction) -> tuple[str, ...]:
+def _row(each: Prediction, cluster: Cluster, generated: int) -> tuple[str, ...]:
+    head = (each.arm.name, f"{cluster.engines} x {cluster.tp}", str(each.kv_tokens))
     outcome = each.outcome
+    if outcome is None:
+        return (*head, *("-" for _ in TIMED))
     return (
-        each.arm.name,
-        f"{each.engines} x {each.tp}",
-        str(each.kv_tokens),
+        *head,
         f"{outcome.mean_running:.0f}",
         f"{outcome.step_ms:.1f}",
         f"{outcome.seconds:.0f}",
         f"{outcome.tail_s:.0f}",
         str(outcome.retractions),
-        f"{each.tokens_s:.0f}",
+        f"{generated / outcome.seconds:.0f}",
     )
 
 
 def _flags(best: Prediction, cluster: Cluster) -> str:
-    running = max(best.outcome.peak_running, 1)
+    """Of the fastest way; where there are no times, what all ways have besides their own."""
+    outcome = best.outcome
+    way = best.arm.name if outcome else "each way, besides its own flags (docs/plan.md)"
     flags = [
-        best.arm.flags,
-        f"--tp-size {best.tp}" if best.tp > 1 else "",
-        f"--ep-size {best.ep}" if best.ep > 1 else "",
+        best.arm.flags if outcome else "",
+        f"--tp-size {cluster.tp}" if cluster.tp > 1 else "",
         f"--mem-fraction-static {best.fraction}",
         f"--chunked-prefill-size {cluster.chunk}",
-        f"--cuda-graph-max-bs-decode {running}",
+        f"--cuda-graph-max-bs-decode {max(outcome.peak_running, 1)}" if outcome else "",
     ]
-    engines = f"{best.engines} engines, each" if best.engines > 1 else "one engine"
-    idle = cluster.gpus - best.engines * best.tp
+    engines = f"{cluster.engines} engines, each" if cluster.engines > 1 else "one engine"
+    idle = cluster.gpus - cluster.engines * cluster.tp
     rest = f" ({idle} of {cluster.gpus} GPUs idle)" if idle else ""
-    return f"{best.arm.name}: {engines} with{rest}\n  {' '.join(flag for flag in flags if flag)}"
-
-
-def _step(shape: Shape, best: Prediction, cluster: Cluster, train_s: float | None) -> str:
-    """The update, where one like it was measured, and a step of the training with it."""
-    is_known = best.arm.stack == "ours" and cluster.gpu.scale == 1.0 and cluster.gpus <= ONE_HOST
-    update, most_ms = (
-        _update(shape, best) if is_known else ("How long an update takes is not known here", 0.0)
-    )
-    if train_s is None:
-        return f"{update}."
-    step = best.outcome.seconds + train_s + most_ms / 1e3
-    share = best.outcome.seconds / step
-    what = "An RL step" if is_known else "An RL step without it"
-    return f"{update}. {what}: {step:.0f} s, of which the rollout {share:.0%}."
-
-
-def _update(shape: Shape, best: Prediction) -> tuple[str, float]:
-    """What it takes, and the most of it in ms."""
-    gpus = best.engines * best.tp
-    if gpus == 1:
-        ms = {way: update_time.update_ms(shape, way) for way in update_time.WAYS}
-        ways = " or ".join(f"{each:.0f} ms {way}" for way, each in ms.items())
-        said = f"An update on the same GPU: {ways}, by a line through Qwen3-8B and Qwen3-30B-A3B"
-        return said, max(ms.values())
-    kernels = update_time.kernels_ms(shape, best.engines, best.tp)
-    least, most = (figures()["update"]["host"][each] for each in ("least_ms", "most_ms"))
-    return (
-        f"An update from FSDP2 on the same {gpus} GPUs: at least {kernels + least:.0f} ms, "
-        f"{kernels:.0f} for what memory and links carry and {least:.0f} to {most:.0f} of the host, "
-        f"as measured with 2 and 4 GPUs",
-        kernels + most,
-    )
+    return f"{way}: {engines} with{rest}\n  {' '.join(flag for flag in flags if flag)}"
 
 
 def _error() -> str:
-    decode, rollouts = (figures()["errors"][what] for what in ("decode, a load left out", ROLLOUTS))
-    return (
-        f"Error on one H200: decode steps of Qwen3-8B and Qwen3-30B-A3B that were left out of the "
-        f"fit are {decode['mean']:.0%} off in the mean and {decode['worst']:.0%} at worst; "
-        f"{rollouts['rows']} {ROLLOUTS} {rollouts['worst']:.0%} at worst."
+    """How far steps and prefills are off that the fit did not see."""
+    errors = speed.figures()["errors"]["left out"]
+    told = (
+        f"{what} {off['mean']:.1%} in the mean and {off['worst']:.1%} at worst"
+        for what, metric in (("decode steps", "decode_step_ms"), ("prefills", "prefill_s"))
+        for off in [errors[metric]]
     )
+    return f"Off by, where a load was left out of the fit: {', '.join(told)}."

@@ -1,7 +1,4 @@
-"""The shape of a model, from its ``config.json``: what each rank holds and reads.
-
-Suffixes of names: none; all sizes are of the whole model unless a tensor parallel size is given.
-"""
+"""The shape of a model, from its ``config.json``: what an engine holds, reads and computes."""
 
 import json
 from dataclasses import dataclass
@@ -38,71 +35,37 @@ class Shape:
     head_dim: int
     vocab: int
     experts: int = 0
-    experts_per_token: int = 0
     tied: bool = False
     """Whether embeddings and head are one matrix."""
 
     @property
-    def attention_weights(self) -> int:
-        """Elements of a layer's projections."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (2 * queries + 2 * keys)
-
-    @property
-    def mlp_weights(self) -> int:
-        """Elements of the dense MLP, or of one expert."""
-        return 3 * self.hidden * self.intermediate
-
-    @property
-    def crossing_weights(self) -> int:
-        """Elements that tensor parallelism cuts by columns and FSDP2 by rows: o_proj and down_proj.
-        Of everything else, experts under expert parallelism included, both keep the same rows."""
-        down = 0 if self.experts else self.hidden * self.intermediate
-        return self.layers * (self.hidden * self.heads * self.head_dim + down)
-
-    def is_divisible(self, tp: int) -> bool:
-        """Whether SGLang can give each of ``tp`` ranks as much; ranks may share a KV head."""
-        few, many = sorted((self.kv_heads, tp))
-        return not (self.heads % tp or many % few or self.intermediate * self.ep(tp, False) % tp)
-
-    def ep(self, tp: int, fp8: bool) -> int:
-        """Over how many of ``tp`` ranks experts are spread whole: 1 where the columns of each can
-        be cut, in FP8 between blocks."""
-        cuts = self.intermediate % tp or (fp8 and self.intermediate // tp % BLOCK)
-        return tp if self.experts and not self.experts % tp and cuts else 1
-
-    def intermediate_of(self, tp: int, fp8: bool) -> int:
-        """Columns of the dense MLP, or of one expert, on each of ``tp`` ranks."""
-        return self.intermediate * self.ep(tp, fp8) // tp
-
-    def ragged_sizes(self, tp: int) -> list[int]:
-        """Sides of a layer's FP8 matrices on a rank that are not multiples of a block's."""
-        keys = max(self.kv_heads // tp, 1)
-        heads = (each * self.head_dim for each in (self.heads // tp, keys))
-        sides = {self.hidden, self.intermediate_of(tp, True), *heads}
-        return sorted(side for side in sides if side % BLOCK)
+    def linear_weights(self) -> int:
+        """Elements of all layers' projections, MLPs and experts."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        mlp = 3 * self.intermediate * max(self.experts, 1)
+        return self.layers * self.hidden * (attention + mlp)
 
     @property
     def head_weights(self) -> int:
         """Elements of the head."""
         return self.vocab * self.hidden
 
-    def experts_read(self, tokens: int) -> float:
-        """Experts of a layer that so many tokens use, if each takes its experts evenly."""
-        if not self.experts:
-            return 1.0
-        return self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens)
+    def is_divisible(self, tp: int) -> bool:
+        """Whether SGLang can give each of ``tp`` ranks as much; ranks may share a KV head, and
+        experts may stay whole."""
+        few, many = sorted((self.kv_heads, tp))
+        columns = self.experts or self.intermediate
+        return not (self.heads % tp or many % few or columns % tp)
+
+    def linear_bytes(self, fp8: bool) -> float:
+        """The same as an engine holds them."""
+        return self.linear_weights * (FP8_BYTES + SCALE_BYTES / BLOCK**2 if fp8 else BF16_BYTES)
 
     def weight_bytes(self, fp8: bool) -> float:
         """All weights as an engine holds them; norms are left out."""
-        layer = self.attention_weights + self.mlp_weights * max(self.experts, 1)
-        rest = self.head_weights * (1 if self.tied else 2) + self._router
-        return self.layers * layer * element_bytes(fp8) + rest * BF16_BYTES
-
-    @property
-    def linear_weights(self) -> int:
-        """Elements of a layer's linears; experts are none of them."""
-        return self.attention_weights + (0 if self.experts else self.mlp_weights)
+        rest = self.head_weights * (1 if self.tied else 2)
+        rest += self.layers * self.hidden * self.experts  # routers
+        return self.linear_bytes(fp8) + rest * BF16_BYTES
 
     def attention_flops(self, length: int) -> float:
         """Floating-point operations of causal attention over a prompt."""
@@ -118,15 +81,6 @@ class Shape:
         element, scale = KV_BYTES[cache]
         return 2 * self.layers * -(-self.kv_heads // tp) * (self.head_dim * element + scale)
 
-    @property
-    def _router(self) -> int:
-        return self.layers * self.hidden * self.experts
-
-
-def element_bytes(fp8: bool) -> float:
-    """Bytes of a weight, with its share of a scale."""
-    return FP8_BYTES + SCALE_BYTES / BLOCK**2 if fp8 else BF16_BYTES
-
 
 def read(model: str) -> Shape:
     """The shape of a model in a folder, or of a ``config.json``.
@@ -134,10 +88,10 @@ def read(model: str) -> Shape:
     Raises:
         UnknownModelError: it cannot be read, or is of a family without a formula.
     """
-    path = config_of(model)
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text())
-        return of(config)
+        return of(json.loads(path.read_text()))
     except UnknownModelError as error:
         raise UnknownModelError(f"{path}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -146,12 +100,6 @@ def read(model: str) -> Shape:
             f"{path} is not the config.json of a model ({type(error).__name__}: {error}); name a "
             f"folder that has one{other}"
         ) from None
-
-
-def config_of(model: str) -> Path:
-    """The ``config.json`` of a model: of its folder, or itself."""
-    path = Path(model)
-    return path / "config.json" if path.is_dir() else path
 
 
 def of(config: Any) -> Shape:
@@ -172,9 +120,6 @@ def of(config: Any) -> Shape:
     heads = _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
     experts = _size(config, "num_experts", "num_local_experts", least=0, default=0)
-    each = _size(config, "num_experts_per_tok") if experts else 0
-    if each > experts:
-        raise UnknownModelError(f"num_experts_per_tok is {each} of {experts} experts; check it")
     return Shape(
         hidden=hidden,
         intermediate=_size(config, "moe_intermediate_size" if experts else "intermediate_size"),
@@ -184,7 +129,6 @@ def of(config: Any) -> Shape:
         head_dim=_size(config, "head_dim", default=hidden // heads),
         vocab=_size(config, "vocab_size"),
         experts=experts,
-        experts_per_token=each,
         tied=bool(config.get("tie_word_embeddings", False)),
     )
 
