@@ -194,7 +194,8 @@ def test_a_trainer_loads_no_sglang(module: str) -> None:
 def without_frameworks() -> list[str]:
     """Our modules, but for the adapters that are imported where their framework is, and what
     imports SGLang, which needs transformers."""
-    names = {*import_graph(ROOT)} - {"trainer_bridge.adapters.trl", "trainer_bridge.adapters.trl"}
+    graph = import_graph(ROOT)
+    names = {name for name in graph if not name.endswith(("adapters.trl", "integrations.trl"))}
     engine, verl = "sgl_fp8rl.engine.", "sgl_fp8rl.verl."
     ours = {name for name in names if not name.startswith((engine, verl))}
     return sorted(ours | {f"{engine}plugin", f"{verl}rollout_config"})
@@ -284,3 +285,12 @@ def test_what_pages_named_before_folders_is_there_for_one_release() -> None:
     from trainer_bridge.sampling import check_sampling as before
 
     assert before is check_sampling
+
+
+@pytest.mark.parametrize("name", ["contract", "rollouts", "slime", "trl", "updates"])
+def test_the_old_name_of_an_adapter_is_the_same_module(name: str) -> None:
+    """What users write in YAML and scripts keeps working for one release."""
+    loaded_by(
+        f"import sgl_fp8rl.integrations.{name} as old, trainer_bridge.adapters.{name} as new\n"
+        "assert old is new"
+    )
