@@ -46,9 +46,9 @@ LAYERS = (
     "sgl_fp8rl.engine.compat",
     "sgl_fp8rl.engine.gemm sgl_fp8rl.engine.cpu",
     "sgl_fp8rl.engine.layers sgl_fp8rl.engine.tuning",
-    "sgl_fp8rl.engine.control.control",
+    "sgl_fp8rl.engine.control",
     "sgl_fp8rl.engine.attention",
-    "sgl_fp8rl.engine.startup.linear_kernels",
+    "sgl_fp8rl.engine.startup",
     "sgl_fp8rl.engine",
     # what sees both ends
     "sgl_fp8rl.verl",

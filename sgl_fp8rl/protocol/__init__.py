@@ -1,0 +1,1 @@
+"""What trainer and engine tell each other, and memory that both see."""

@@ -1,0 +1,1 @@
+"""Connections to the ranks of engines, and the memory that carries weights."""
