@@ -38,7 +38,7 @@ def attach_kv_scales(
     if model_config.is_hybrid_swa:
         raise ValueError(
             "quantization fp8rl cannot quantize the KV cache of a model whose sliding-window "
-            "layers have a pool of their own yet; start it without"
+            "layers have a pool of their own yet; add --disable-hybrid-swa-memory"
         )
     layers = [module for module in model.modules() if isinstance(module, compat.RadixAttention)]
     for layer in layers:
