@@ -21,7 +21,7 @@ from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_update import holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import transaction
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.layout import comparable
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, placement_of
 from trainer_bridge.updates.update import update
@@ -110,7 +110,7 @@ def test_a_bucket_that_no_rank_can_open(
 def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     """The other rank lets go of what it opened."""
     engine, tensors = GpuEngine(), toy.checkpoint()
-    connection = connection_to(engine)
+    connection = KEPT.connection_to(engine)
     layout = connection.layout()
     gpus = {"gpus": sorted({*layout["gpus"]}), "visible_gpus": []}
     sender = Sender({**comparable(layout, through_host=False, is_remote=False), **gpus})

@@ -25,6 +25,7 @@ from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, Trainer, mapped_bytes
 from trainer_bridge import close
 from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.shards import placed_shards, shard_codes
 from trainer_bridge.shards.code_pieces import codes_wanted, pieces_of_codes
 from trainer_bridge.shards.codes_memory import CodesMemory
@@ -514,7 +515,7 @@ def as_long_as_engines_have_them(rank: int, folder: Path) -> None:
         job = Job(patch, rank, lambda writable: [Elsewhere(writable) for _ in range(2)])
         for _ in range(3):
             job.step()
-        codes, engines = shard_codes.CODES_REGISTRY._codes, job.engines
+        codes, engines = KEPT.codes._codes, job.engines
         with pytest.MonkeyPatch.context() as fault:
             for engine in engines[1:]:
                 fault.setattr(engine, "control", _busy(engine.control))
@@ -524,10 +525,10 @@ def as_long_as_engines_have_them(rank: int, folder: Path) -> None:
             named = job.trainer.become(toy.checkpoint(3))
             result = update(named, engines or None, version=3, require=1)
             assert len(result.failed) == 1 and not job.memories.torn
-        assert codes in shard_codes.CODES_REGISTRY._retired
+        assert codes in KEPT.codes._retired
         job.engines = engines
         job.step_to(4)
-        assert codes not in shard_codes.CODES_REGISTRY._retired
+        assert codes not in KEPT.codes._retired
 
 
 def _busy(control: Callable[..., Any]) -> Callable[..., Any]:

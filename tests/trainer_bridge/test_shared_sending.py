@@ -39,7 +39,8 @@ from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from trainer_bridge import update
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import keep_alive, part_sender
-from trainer_bridge.session.part_sender import PartSender, Relay, Sent
+from trainer_bridge.session.kept import KEPT
+from trainer_bridge.session.part_sender import Images, PartSender, Relay, Sent
 from trainer_bridge.sources.parameters import sources
 from trainer_bridge.transfer import layout
 from trainer_bridge.transfer.packer import HostPacker
@@ -99,7 +100,7 @@ def in_turn(engines: list[str]) -> None:
 def only_what_changed(rank: int, engine: str) -> None:
     for version in range(LAST + 1):
         if version == 3 and rank == 2:  # as after a restart
-            part_sender.IMAGES = part_sender.Images()
+            KEPT.images.forget()
         result = update(toy_trainer(step_of(version)), engine, version=version)
         part = result.network_bytes / result.bytes
         low, high = [(0.9, 2.0), (0, 0.1), (0, 0.1), (0.1, 0.9), (0, 0.1)][version]
@@ -275,7 +276,7 @@ def test_all_chunks_together_are_those_of_one_rank(
     relays = {"engine": Relay({}, "", 1.0)}
     for number in range(senders):
         sender = PartSender(
-            of_all, device, torch.bfloat16, number, senders, relays, scales, ("", "")
+            of_all, device, torch.bfloat16, number, senders, relays, scales, ("", ""), Images()
         )
         for index, (_, tensor) in enumerate(named[:-1]):
             sender.put(index, tensor)
@@ -300,7 +301,7 @@ def test_a_rank_keeps_nothing_of_an_update(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(part_sender, "RelayClient", Recorder)
     made = sources([("w", torch.ones(128, 128))], None, torch.bfloat16)
     plan = TransferPlan(made, [False], CHUNK)
-    sender = PartSender(plan, None, torch.bfloat16, 0, 1, {}, None, ("", ""))
+    sender = PartSender(plan, None, torch.bfloat16, 0, 1, {}, None, ("", ""), Images())
     gone = weakref.ref(sender)
     sender.close()
     del sender

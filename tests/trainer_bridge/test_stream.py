@@ -17,7 +17,7 @@ from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_transaction import Dead
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.filler import Filler
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
@@ -134,9 +134,9 @@ def test_a_stream_is_planned_as_the_last_one_came() -> None:
     engine = engine_of(1, SMALL)
     for version, seed in enumerate((1, 2, 2)):
         update(iter(shuffled(toy.checkpoint(version), seed)), engine, version=version)
-    sender = connection_to(engine).sender
+    sender = KEPT.connection_to(engine).sender
     assert sender is not None
-    plan = sender.stream_plan(connection_to(engine).client, None, None, None)
+    plan = sender.stream_plan(KEPT.connection_to(engine).client, None, None, None)
     assert list(plan.views) == [name for name, _ in shuffled(toy.checkpoint(), 2)]
 
 
@@ -151,7 +151,7 @@ def test_the_order_may_change_from_one_update_to_the_next() -> None:
 def test_the_plan_of_a_stream_is_kept_until_a_stream_comes_differently() -> None:
     """Also while whole models are sent between streams."""
     engine, tensors = engine_of(1, SMALL), toy.checkpoint()
-    connection = connection_to(engine)
+    connection = KEPT.connection_to(engine)
 
     def planned() -> TransferPlan:
         sender = connection.sender

@@ -23,7 +23,7 @@ from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of,
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.rollouts.serving_engines import serving_engines
 from trainer_bridge.session import participant, transaction
-from trainer_bridge.session.connections import close, connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.transport.bucket import HostBucket
 from trainer_bridge.transport.rank_client import EngineRanks
@@ -122,9 +122,9 @@ def test_an_engine_that_is_updated_alone_again(buckets: list[HostBucket]) -> Non
     tensors = toy.checkpoint(1)
     update(tensors, engines[0], version=1)
     assert serves(engines[0], 1, tensors)
-    close(engines[0])
+    KEPT.close(engines[0])
     assert [bucket.close.alive for bucket in buckets] == [True]
-    close(engines)
+    KEPT.close(engines)
     assert [bucket.close.alive for bucket in buckets] == [False]
 
 
@@ -152,7 +152,7 @@ def test_what_is_no_list_of_engines(engines: Any, require: Any, sentence: str) -
 def test_none_is_written_where_one_cannot_begin(dead: str) -> None:
     engines, tensors = [engine_of(2), dead_engine()], toy.checkpoint()
     update(tensors, engines, version=0)
-    connection_to(engines[1]).forget()
+    KEPT.connection_to(engines[1]).forget()
     engines[1].dead = (dead,)  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="engine 1: cannot be reached"):
         update(toy.checkpoint(1), engines, version=1)
@@ -437,7 +437,7 @@ def test_an_engine_that_did_not_hear_of_the_commit(monkeypatch: pytest.MonkeyPat
     commit = participant.Participant.commit
 
     def cut(self: participant.Participant, policy: Any) -> None:
-        if self.connection is connection_to(lost):
+        if self.connection is KEPT.connection_to(lost):
             assert self.ranks is not None
             self.ranks.close()
         commit(self, policy)

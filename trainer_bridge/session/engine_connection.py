@@ -1,7 +1,7 @@
 """What a trainer keeps of one engine between updates."""
 
 import logging
-from itertools import count
+import time
 from typing import Any
 
 from sgl_fp8rl.protocol.image import Image
@@ -15,7 +15,6 @@ from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
 from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
-_commits = count(1)
 
 
 class EngineConnection:
@@ -26,7 +25,7 @@ class EngineConnection:
         self.policy: Policy | None = None
         """What this process committed last."""
         self.committed_at = 0
-        """Which of this process's commits that was: versions of different runs have no order."""
+        """When, on this process's clock: versions of different runs have no order."""
         self.decided: CommitDecision | None = None
         """What was decided on, until every engine of the update has answered."""
         self.sender: Sender | None = None
@@ -109,7 +108,7 @@ class EngineConnection:
     def committed(self, policy: Policy) -> None:
         """After an update: an engine that did not serve before it (dummy weights) knows only now
         what it keeps in FP8 and in FP32."""
-        self.policy, self.committed_at = policy, next(_commits)
+        self.policy, self.committed_at = policy, time.monotonic_ns()
         if self.layout()["state"] != State.SERVING.value:
             self.invalidate_layout()
 

@@ -77,9 +77,6 @@ class Images:
             self._kept.popitem(last=False)
 
 
-IMAGES = Images()
-
-
 class Relays:
     """The engines that this rank sends to.
 
@@ -132,6 +129,7 @@ class PartSender:
         relays: of the engines, by name.
         kv_scales: those of the update, which its first rank has.
         images: those that changes are of, and that they make; empty where there are none.
+        kept: what this rank sent before.
 
     Raises:
         EngineError: an engine cannot be reached from here.
@@ -147,13 +145,14 @@ class PartSender:
         relays: Mapping[str, Relay],
         kv_scales: torch.Tensor | None,
         images: tuple[str, str],
+        kept: Images,
     ) -> None:
-        self._plan, self._kv_scales = plan, kv_scales
+        self._plan, self._kv_scales, self._kept = plan, kv_scales, kept
         self._changes: ImageChanges | None = None
         if images[1]:
-            self._changes = IMAGES.changes(*images)
+            self._changes = kept.changes(*images)
         else:
-            IMAGES.forget()
+            kept.forget()
         # in host memory, only the pages of this rank's slots are ever touched
         self._memory = bucket_on(device, plan.manifest.bucket_bytes, is_remote=True)
         self._bucket = self._memory.content
@@ -185,7 +184,7 @@ class PartSender:
     def committed(self) -> None:
         """The engines have what was sent."""
         if self._changes is not None:
-            _, error = attempt(IMAGES.keep, self._changes)
+            _, error = attempt(self._kept.keep, self._changes)
             if error is not None:  # the next update is sent whole
                 logger.error("what was sent is not kept", exc_info=error)
 

@@ -12,7 +12,7 @@ from sgl_fp8rl.protocol.states import FINISH
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.arguments import as_python
 from trainer_bridge.engines.engine_client import CONTROL_TIMEOUT_S, EngineError
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transport.rank_client import (
     LEAST_WAIT_S,
     SOCKET_TIMEOUT_S,
@@ -30,7 +30,7 @@ class Participant:
 
     Args:
         name: what errors call it.
-        engine: as ``connection_to`` takes it.
+        engine: as ``Kept.connection_to`` takes it.
         timeout_s: seconds that it may take over a step.
 
     Raises:
@@ -38,7 +38,7 @@ class Participant:
     """
 
     def __init__(self, name: str, engine: Any, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
-        self.name, self.connection, self.timeout_s = name, connection_to(engine), timeout_s
+        self.name, self.connection, self.timeout_s = name, KEPT.connection_to(engine), timeout_s
         self._engine = engine  # the connection alone would not keep it during an update
         self.committed_before = False
         """Whether an earlier try at this update committed, though not on every engine."""
@@ -158,7 +158,7 @@ def participants_of(engines: Any) -> list[Participant]:
     """The engines of an update, by address or number.
 
     Args:
-        engines: one engine, as ``connection_to`` takes it, or a sequence of them.
+        engines: one engine, as ``Kept.connection_to`` takes it, or a sequence of them.
 
     Raises:
         EngineError: the list is empty, holds something else, or an engine twice.

@@ -19,6 +19,7 @@ from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import Leader
 from trainer_bridge.ranks.rank_values import exchanged
 from trainer_bridge.session.keep_alive import collect_alive
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.part_sender import PartSender, Relay, Sent
 from trainer_bridge.session.transaction import Transaction
 from trainer_bridge.sources.parameters import Named, mesh_size
@@ -210,6 +211,7 @@ def _follow(offer: Offer, number: int, named: Named, family: str | None) -> Part
         offer.relays,
         offer.kv_scales,
         offer.images,
+        KEPT.images,
     )
 
 
@@ -217,9 +219,8 @@ def _plan(offer: Offer, named: Named, family: str | None) -> TransferPlan:
     """Made again only for another manifest, or for other tensors."""
     tensors = tuple((name, tensor.dtype, tensor.shape) for name, tensor in named)
     made_for = offer.fingerprint, family, tensors
-    if made_for not in _PLANS:
-        _PLANS.clear()
-        _PLANS[made_for] = TransferPlan(
+    if KEPT.part is None or KEPT.part[0] != made_for:
+        plan = TransferPlan(
             sources_for(named, family, offer.layout),
             [False] * len(named),
             offer.chunk_bytes,
@@ -227,8 +228,5 @@ def _plan(offer: Offer, named: Named, family: str | None) -> TransferPlan:
             slots=offer.slots,
             codes=offer.codes,
         )
-    return _PLANS[made_for]
-
-
-_PLANS: dict[tuple[Any, ...], TransferPlan] = {}
-"""The last one."""
+        KEPT.part = made_for, plan
+    return KEPT.part[1]

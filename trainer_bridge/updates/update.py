@@ -15,15 +15,14 @@ from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import ABORT
 from trainer_bridge.clock import Clock
 from trainer_bridge.ranks.collective import Leader, ranks_of
-from trainer_bridge.session.connections import opened
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.participant import check_required, participants_of
 from trainer_bridge.session.transaction import MissedCommitError, Transaction
-from trainer_bridge.shards.shard_codes import CODES_REGISTRY
 from trainer_bridge.sources.announcement import Announcement
 from trainer_bridge.sources.parameters import NamedTensors
 from trainer_bridge.sources.wrappers import group_of
 from trainer_bridge.updates.agreement import PolicyRequest, agree, ask
-from trainer_bridge.updates.weights import SHARD_REGISTRY, Report, Stream, Weights, WholeModel
+from trainer_bridge.updates.weights import Report, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
@@ -132,8 +131,8 @@ def update(
     try:
         result = _update(weights, engine, run, version, kv_scales, in_flight, require, group, clock)
     except Exception:
-        SHARD_REGISTRY.forget()
-        CODES_REGISTRY.forget()
+        KEPT.shards.forget()
+        KEPT.codes.forget()
         weights.exhaust()
         raise
     finally:
@@ -193,7 +192,7 @@ def _update(
         _close_failed(transaction, leader)
         sent = transaction and (transaction.sent, gpu_seconds, transaction.failed)
         try:
-            outcome = leader.share((sent, weights.codes_wanted, opened()))
+            outcome = leader.share((sent, weights.codes_wanted, KEPT.opened()))
             (sent, gpu_seconds, failed), codes, open_seeds = outcome
         except MissedCommitError:
             leader.attempt(Transaction.remember, transaction, digests())

@@ -14,15 +14,14 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.clock import Clock
 from trainer_bridge.engines.engine_client import EngineClient, EngineError
 from trainer_bridge.ranks.collective import Leader, check_ranks
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.transaction import Begun, Transaction
 from trainer_bridge.shards.placed_shards import (
     CodesWanted,
     PlacedShards,
-    ShardRegistry,
     ShardReport,
     Shards,
 )
-from trainer_bridge.shards.shard_codes import CODES_REGISTRY
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.announcement import Announcement
 from trainer_bridge.sources.parameters import Named, NamedTensors, check_readable, listed
@@ -40,7 +39,6 @@ from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
 
-SHARD_REGISTRY = ShardRegistry()
 CODES_S = 60.0
 """Seconds that the first rank waits until all others have quantized their shards."""
 
@@ -140,25 +138,25 @@ class WholeModel:
         self._ranks = ranks
         if ranks == 1:
             return None
-        self._placed, error = attempt(SHARD_REGISTRY.place, self.named)
+        self._placed, error = attempt(KEPT.shards.place, self.named)
         if error is not None:  # whatever this rank holds, the leader waits for each
             logger.warning("weights are gathered, which is slower", exc_info=error)
         placed = self._placed
-        own = SHARD_REGISTRY.own(placed) if isinstance(placed, str) else None
-        return placed, CODES_REGISTRY.ready(self.named, own), repeats_here(self.named)
+        own = KEPT.shards.own(placed) if isinstance(placed, str) else None
+        return placed, KEPT.codes.ready(self.named, own), repeats_here(self.named)
 
     def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
         if leader.is_alone:
             return
         if reports is None:  # the first rank waits for its GPU once more, as it plans
-            CODES_REGISTRY.start()
+            KEPT.codes.start()
         self._shards = leader.attempt(self._assemble, reports)
 
     def _assemble(self, reports: list[Report]) -> Shards | None:
         placed, codes, repeats = map(list, zip(*(each for each in reports if each), strict=True))
         self._repeats = on_all_ranks(repeats)
-        self._stays = SHARD_REGISTRY.assemble(placed, self.named)
-        return CODES_REGISTRY.assemble(self._stays, codes)
+        self._stays = KEPT.shards.assemble(placed, self.named)
+        return KEPT.codes.assemble(self._stays, codes)
 
     def plan(
         self,
@@ -167,7 +165,7 @@ class WholeModel:
         kv_scales: torch.Tensor | None,
         device: torch.device | None,
     ) -> TransferPlan:
-        CODES_REGISTRY.start()
+        KEPT.codes.start()
         if sender.layout["tied"] and self._ranks == 1:
             self._repeats = repeats_embedding(self.named)
         check_head(self.named, sender.layout["tied"], self._repeats)
@@ -182,7 +180,7 @@ class WholeModel:
     ) -> None:
         self.codes_wanted = leader.attempt(self._decide, transaction)
         if begun.reads_codes:
-            _, error = attempt(CODES_REGISTRY.check)
+            _, error = attempt(KEPT.codes.check)
             faults = leader.collect(None if error is None else str(error), CODES_S)
             leader.attempt(_raise_first, faults)
             clock.lap("quantize")
@@ -218,9 +216,7 @@ class WholeModel:
 
     def _decide(self, transaction: Transaction) -> CodesWanted | None:
         readers = [(each.sender.layout, len(each.members)) for each in transaction.sessions]
-        wanted, error = attempt(
-            CODES_REGISTRY.decide, self._stays, self.named, self._family, readers
-        )
+        wanted, error = attempt(KEPT.codes.decide, self._stays, self.named, self._family, readers)
         if error is not None:
             logger.warning("shards are not quantized, which is slower", exc_info=error)
         return wanted
@@ -232,7 +228,7 @@ class WholeModel:
             return
         placed = self._placed
         seed = placed.placement.seed if isinstance(placed, PlacedShards) else placed
-        CODES_REGISTRY.committed(seed, codes, opened)
+        KEPT.codes.committed(seed, codes, opened)
 
     def exhaust(self) -> None:
         """A failure reaches every rank before the next tensor."""
