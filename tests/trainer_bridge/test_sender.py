@@ -281,7 +281,7 @@ def kv_layout() -> dict[str, Any]:
 
 def scaled(sender: Sender, named: Named, value: float) -> Named:
     """What one update sends that brings scales, as ``update`` puts it together."""
-    return [*named, (KV_SCALES, sender.kv_scales(torch.full((2, 2, 4), value), HOST))]
+    return sender.settled([*named, (KV_SCALES, torch.full((2, 2, 4), value))], HOST)
 
 
 def test_scales_that_are_new_each_time_are_read_in_place(gpu: FakeGpu) -> None:
@@ -348,7 +348,8 @@ def test_scales_come_without_their_gradient() -> None:
     sender = Sender(kv_layout())
     for value in (1.0, 2.0):
         given = torch.full((2, 2, 4), value, requires_grad=True)
-        assert not sender.kv_scales(given, HOST).requires_grad
+        ((_, scales),) = sender.settled([(KV_SCALES, given)], HOST)
+        assert not scales.requires_grad
 
 
 def test_scales_that_are_not_for_this_engine() -> None:
@@ -368,11 +369,11 @@ def test_scales_that_are_not_for_this_engine() -> None:
     sender = Sender(kv_layout())
     for sentence, scales in bad:
         with pytest.raises(ManifestError, match=sentence):
-            sender.kv_scales(scales, None)
-        assert torch.equal(sender.kv_scales(good, None), good)
+            sender.settled([(KV_SCALES, scales)], None)
+        assert sender.settled([(KV_SCALES, good)], None) == [(KV_SCALES, good)]
     for more in ({}, {"kv_cache": None}):
         with pytest.raises(ManifestError, match="--kv-cache-dtype fp8_e4m3"):
-            Sender(layout((GPU,), **more)).kv_scales(good, None)
+            Sender(layout((GPU,), **more)).settled([(KV_SCALES, good)], None)
 
 
 # -- memory that the engine opens

@@ -276,9 +276,9 @@ def test_all_chunks_together_are_those_of_one_rank(
     relays = {"engine": Relay({}, "", 1.0)}
     for number in range(senders):
         sender = PartSender(
-            of_all, device, torch.bfloat16, number, senders, relays, scales, ("", ""), Images()
+            of_all, device, torch.bfloat16, number, senders, relays, ("", ""), Images()
         )
-        for index, (_, tensor) in enumerate(named[:-1]):
+        for index, (_, tensor) in enumerate(named):
             sender.put(index, tensor)
         assert sender.finish() == Sent(None, {}, 0)
     alone = plan(len(of_all.chunks))  # a slot for each: nothing is overwritten
@@ -301,7 +301,7 @@ def test_a_rank_keeps_nothing_of_an_update(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(part_sender, "RelayClient", Recorder)
     made = sources([("w", torch.ones(128, 128))], None, torch.bfloat16)
     plan = TransferPlan(made, [False], CHUNK)
-    sender = PartSender(plan, None, torch.bfloat16, 0, 1, {}, None, ("", ""), Images())
+    sender = PartSender(plan, None, torch.bfloat16, 0, 1, {}, ("", ""), Images())
     gone = weakref.ref(sender)
     sender.close()
     del sender

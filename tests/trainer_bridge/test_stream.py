@@ -136,7 +136,7 @@ def test_a_stream_is_planned_as_the_last_one_came() -> None:
         update(iter(shuffled(toy.checkpoint(version), seed)), engine, version=version)
     sender = KEPT.connection_to(engine).sender
     assert sender is not None
-    plan = sender.stream_plan(KEPT.connection_to(engine).client, None, None, None)
+    plan = sender.stream_plan(KEPT.connection_to(engine).client, None, [], None)
     assert list(plan.views) == [name for name, _ in shuffled(toy.checkpoint(), 2)]
 
 
@@ -156,7 +156,7 @@ def test_the_plan_of_a_stream_is_kept_until_a_stream_comes_differently() -> None
     def planned() -> TransferPlan:
         sender = connection.sender
         assert sender is not None
-        return sender.stream_plan(connection.client, None, None, None)
+        return sender.stream_plan(connection.client, None, [], None)
 
     update(iter(tensors.items()), engine, version=0)
     first = planned()

@@ -10,7 +10,6 @@ import torch
 
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.image import Image, Steps
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.rank_values import exchanged
 from trainer_bridge.session.chunk_sender import ChunkSender
@@ -127,7 +126,6 @@ class PartSender:
         dtype: the engine's.
         number, senders: its place among the ranks that send, and how many there are.
         relays: of the engines, by name.
-        kv_scales: those of the update, which its first rank has.
         images: those that changes are of, and that they make; empty where there are none.
         kept: what this rank sent before.
 
@@ -143,11 +141,10 @@ class PartSender:
         number: int,
         senders: int,
         relays: Mapping[str, Relay],
-        kv_scales: torch.Tensor | None,
         images: tuple[str, str],
         kept: Images,
     ) -> None:
-        self._plan, self._kv_scales, self._kept = plan, kv_scales, kept
+        self._plan, self._kept = plan, kept
         self._changes: ImageChanges | None = None
         if images[1]:
             self._changes = kept.changes(*images)
@@ -172,9 +169,6 @@ class PartSender:
 
     def finish(self) -> Sent:
         """Send what is left, and wait until engines have read it."""
-        scales = self._plan.index_of(KV_SCALES)
-        if scales is not None and self._kv_scales is not None:
-            self.put(scales, self._kv_scales)
         self._try(self._filler.finish)
         self._try(self._chunks.finish)
         self._chunks.await_read()  # also behind a fault: engines go on reading

@@ -25,8 +25,8 @@ from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
 
-MakePlan = Callable[[Sender, EngineClient, torch.Tensor | None, torch.device | None], TransferPlan]
-"""Of the engines' sender, one of them, KV scales, and the trainer's GPU if they can read it."""
+MakePlan = Callable[[Sender, EngineClient, torch.device | None], TransferPlan]
+"""Of the engines' sender, one of them, and the trainer's GPU if they can read it."""
 
 
 @exchanged
@@ -81,12 +81,11 @@ class Transaction:
         participants: list[Participant],
         named: Named,
         make_plan: MakePlan,
-        kv_scales: torch.Tensor | None,
         policy: Policy,
         in_flight: str,
         required: int,
     ) -> None:
-        self._named, self._make_plan, self._kv_scales = named, make_plan, kv_scales
+        self._named, self._make_plan = named, make_plan
         self._everyone, self.active = participants, list(participants)
         """All engines, and those that are still in the update."""
         self._policy, self._required = policy, required
@@ -169,7 +168,6 @@ class Transaction:
     def send_rest(self) -> None:
         """Send what is left, and wait until it is read."""
         for session in self.sessions:
-            session.put_kv_scales()
             session.send_rest()
 
     def finish(self) -> float | None:
@@ -178,8 +176,6 @@ class Transaction:
         Returns:
             seconds that the slowest GPU took to write, or None on a CPU.
         """
-        for session in self.sessions:
-            session.put_kv_scales()
         plans = [session.plan for session in self.sessions]
         # an engine that was lost on the way has not had all of a stream
         sent = max((*plan.sent, plan.mapped_bytes) for plan in plans)
@@ -288,10 +284,7 @@ class Transaction:
             torch.cuda.synchronize(device)  # the optimizer's last step is in the weights
         device = None if layout["through_host"] else device
         try:
-            scales = self._kv_scales
-            if scales is not None:
-                scales = sender.kv_scales(scales, device)
-            plan = self._make_plan(sender, members[0].connection.client, scales, device)
+            plan = self._make_plan(sender, members[0].connection.client, device)
         except ManifestError:
             # another engine may be at the address next time, with a larger bucket or FP8 KV
             for member in members:
@@ -300,7 +293,7 @@ class Transaction:
         except UnreachableMemoryError as error:
             _use_host_memory(members, error)
             return self._planned(members, {**layout, "through_host": True})
-        return UpdateSession(members, sender, plan, device, scales, self.lose)
+        return UpdateSession(members, sender, plan, device, self.lose)
 
     def lose(self, member: Participant, error: EngineError) -> None:
         """Go on without an engine.

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol.image import Steps
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, twice, wrong_names
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.engines.engine_client import EngineError
@@ -54,11 +53,9 @@ class UpdateSession:
         sender: Sender,
         plan: TransferPlan,
         device: torch.device | None,
-        kv_scales: torch.Tensor | None,
         lose: Callable[[Participant, EngineError], None],
     ) -> None:
         self.members, self.sender, self.plan, self.device = members, sender, plan, device
-        self._kv_scales = kv_scales
         self._engines = SessionEngines(members, lose)
         self._images = SessionImages(plan)
         self._chunks = ChunkSender(plan, self._engines, self._content)
@@ -92,11 +89,6 @@ class UpdateSession:
         return self._engines.network_bytes + self.network_bytes_of_others
 
     @property
-    def kv_scales(self) -> torch.Tensor | None:
-        """KV scales that are still to be put in."""
-        return self._kv_scales
-
-    @property
     def images(self) -> tuple[str, str]:
         """The images that changes are of, and that they make; empty where there are none."""
         return self._images.names
@@ -104,12 +96,6 @@ class UpdateSession:
     def send_every(self, senders: int) -> None:
         """From now on other ranks of the trainer send chunks, all in turn."""
         self._chunks.senders = senders
-
-    def put_kv_scales(self) -> None:
-        """Put in the KV scales of this update, unless the engines read them in place."""
-        scales, self._kv_scales = self._kv_scales, None
-        if scales is not None:
-            self.put_named(KV_SCALES, scales)
 
     def put_named(self, name: str, tensor: torch.Tensor) -> None:
         """Put the next tensor of a stream into the bucket.
@@ -153,7 +139,6 @@ class UpdateSession:
             ManifestError: a tensor of the last stream is missing, where the engine checks the
                 first; or the head of a tied model came, and is not the embedding.
         """
-        self.put_kv_scales()
         self._head.check()
         missing = [
             source.cuts[0][0]
@@ -169,12 +154,10 @@ class UpdateSession:
         Returns:
             whether they were; otherwise nothing was done.
         """
-        packer, scales = self._filler.packer, self._kv_scales
-        tensors = [tensor for _, tensor in named] + ([] if scales is None else [scales])
+        packer = self._filler.packer
         if not isinstance(packer, QuantizePacker) or not self.plan.is_resident:
             return False
-        self._kv_scales = None
-        packer.put_residents(tensors)
+        packer.put_residents([tensor for _, tensor in named])
         self._filler.finish()
         return True
 

@@ -44,7 +44,8 @@ class Offer:
     chunk_bytes: int
     slots: int
     codes: str | None
-    kv_scales: torch.Tensor | None
+    added: Named
+    """Behind what all ranks hold."""
     images: tuple[str, str]
     """See ``UpdateSession.images``."""
 
@@ -54,10 +55,11 @@ class SharedSending:
 
     Args:
         sender: of a rank that sends and does not lead.
+        named: what is sent, the same on each rank.
     """
 
-    def __init__(self, sender: PartSender | None) -> None:
-        self._sender = sender
+    def __init__(self, sender: PartSender | None, named: Named) -> None:
+        self._sender, self.named = sender, named
 
     def put(self, index: int, whole: torch.Tensor) -> None:
         """Put a parameter in that all ranks have gathered."""
@@ -97,9 +99,10 @@ def send_together(
     They can where each gathers every tensor: what is not sharded over all of them is the first
     rank's own.
     """
-    offer = leader.share(leader.attempt(_offer, transaction))
+    offer = leader.share(leader.attempt(_offer, transaction, named))
     if offer is None:
         return None
+    named = named + (offer.added if leader.rank else [])
     fits = is_on_all(named, leader.size)
     sender, why = None, None if fits else f"rank {leader.rank} holds other tensors"
     # evenly among the ranks, which are ordered by host
@@ -115,14 +118,15 @@ def send_together(
     finally:
         if sender is not None and not shared:
             sender.close()
-    return SharedSending(sender) if shared else None
+    return SharedSending(sender, named) if shared else None
 
 
 def is_on_all(named: Named, ranks: int) -> bool:
-    """Whether every tensor is sharded over so many ranks, so that each of them gathers it."""
+    """Whether every weight is sharded over so many ranks, so that each of them gathers it."""
     return all(
         isinstance(tensor, DTensor) and mesh_size(tensor.device_mesh) == ranks
-        for _, tensor in named
+        for name, tensor in named
+        if name != KV_SCALES
     )
 
 
@@ -139,7 +143,7 @@ def _all_can(
     return bool(leader.attempt(_begin, transaction, faults, senders))
 
 
-def _offer(transaction: Transaction) -> Offer | None:
+def _offer(transaction: Transaction, named: Named) -> Offer | None:
     """None where the plan is for one rank that sends."""
     (session,) = transaction.sessions
     layout, manifest = session.sender.layout, session.plan.manifest
@@ -159,7 +163,7 @@ def _offer(transaction: Transaction) -> Offer | None:
         manifest.chunk_bytes,
         manifest.slots,
         manifest.codes,
-        None if session.kv_scales is None else session.kv_scales.detach().cpu().contiguous(),
+        [(name, tensor) for name, tensor in named if name == KV_SCALES],
         session.images,
     )
 
@@ -197,8 +201,6 @@ def _follow(offer: Offer, number: int, named: Named, family: str | None) -> Part
         EngineError: an engine cannot be reached from here.
         ManifestError: this rank holds another model.
     """
-    if offer.kv_scales is not None:
-        named = [*named, (KV_SCALES, offer.kv_scales)]
     plan = _plan(offer, named, family)
     if plan.manifest.fingerprint != offer.fingerprint:
         raise ManifestError("it has other tensors than the first rank")
@@ -209,7 +211,6 @@ def _follow(offer: Offer, number: int, named: Named, family: str | None) -> Part
         number,
         offer.senders,
         offer.relays,
-        offer.kv_scales,
         offer.images,
         KEPT.images,
     )

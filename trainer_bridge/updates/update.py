@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import ABORT
@@ -160,7 +161,9 @@ def _update(
         participants = participants_of(engines)
         required = check_required(require, len(participants))
         named, plan = weights.named, weights.plan
-        return Transaction(participants, named, plan, kv_scales, policy, in_flight, required)
+        if kv_scales is not None:
+            weights.add(KV_SCALES, kv_scales)
+        return Transaction(participants, named, plan, policy, in_flight, required)
 
     transaction: Any = None
     try:
@@ -172,7 +175,7 @@ def _update(
         transaction = leader.attempt(begin, of_ranks)
         begun: Any = leader.share(transaction and transaction.begun())
         policy: Policy = begun.policy
-        digests = partial(_digests, leader, weights, kv_scales)
+        digests = partial(_digests, leader, weights)
         if begun.is_second_try:
             leader.attempt(Transaction.check_same, transaction, digests())
             leader.share(None)
@@ -229,6 +232,6 @@ def _close_failed(transaction: Transaction | None, leader: Leader) -> None:
         transaction.close(leader.error)
 
 
-def _digests(leader: Leader, weights: Weights, kv_scales: torch.Tensor | None) -> list[str] | None:
-    """Of what each rank holds, on the leader; the KV scales that are sent are its own."""
-    return leader.collect(weights.digest(kv_scales if leader.rank == 0 else None), PRESENCE_S)
+def _digests(leader: Leader, weights: Weights) -> list[str] | None:
+    """Of what each rank holds, on the leader."""
+    return leader.collect(weights.digest(), PRESENCE_S)

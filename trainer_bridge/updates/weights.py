@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.clock import Clock
 from trainer_bridge.engines.engine_client import EngineClient, EngineError
@@ -59,6 +59,9 @@ class Weights(Protocol):
     def check(self, ranks: tuple[int, ...]) -> None:
         """Raise what is wrong with them on this rank, of those that update together."""
 
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """One more, behind the others: the leader's own."""
+
     def report(self, ranks: int) -> Report:
         """What the leader must know of this rank, one of so many, to plan."""
 
@@ -74,7 +77,6 @@ class Weights(Protocol):
         self,
         sender: Sender,
         client: EngineClient,
-        kv_scales: torch.Tensor | None,
         device: torch.device | None,
     ) -> TransferPlan:
         """What the leader sends, and how."""
@@ -99,12 +101,8 @@ class Weights(Protocol):
     def exhaust(self) -> None:
         """Take part in what is left of the collectives: other ranks wait for them."""
 
-    def digest(self, kv_scales: torch.Tensor | None) -> str:
-        """Tells them from others, on this rank; "" where they are gone, or it cannot.
-
-        Args:
-            kv_scales: what is sent with them.
-        """
+    def digest(self) -> str:
+        """Tells them from others, on this rank; "" where they are gone, or it cannot."""
 
 
 class WholeModel:
@@ -134,6 +132,9 @@ class WholeModel:
         for name, tensor in self.named:
             check_readable(name, tensor)
 
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.named = [*self.named, (name, tensor)]
+
     def report(self, ranks: int) -> Report:
         self._ranks = ranks
         if ranks == 1:
@@ -162,18 +163,17 @@ class WholeModel:
         self,
         sender: Sender,
         client: EngineClient,
-        kv_scales: torch.Tensor | None,
         device: torch.device | None,
     ) -> TransferPlan:
         KEPT.codes.start()
         if sender.layout["tied"] and self._ranks == 1:
             self._repeats = repeats_embedding(self.named)
         check_head(self.named, sender.layout["tied"], self._repeats)
-        named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
+        self.named = sender.settled(self.named, device)
         ranks = 1
         if sender.layout["is_remote"] and is_on_all(self.named, self._ranks):
             ranks = self._ranks
-        return sender.plan(named, self._family, device, shards=self._shards, ranks=ranks)
+        return sender.plan(self.named, self._family, device, shards=self._shards, ranks=ranks)
 
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
@@ -189,16 +189,17 @@ class WholeModel:
         if leader.is_alone and leader.attempt(Transaction.put_residents, transaction, self.named):
             clock.lap("write")
             return
-        sending = None
+        sending, named = None, self.named
         if begun.is_remote and not leader.is_alone:
-            sending = self._sending = send_together(leader, transaction, self.named, self._family)
+            sending = self._sending = send_together(leader, transaction, named, self._family)
+            named = named if sending is None else sending.named
         plans = None if transaction is None else [each.plan for each in transaction.sessions]
         planned = (
-            [sources_for(self.named, self._family, layout) for layout in begun.layouts]
+            [sources_for(named, self._family, layout) for layout in begun.layouts]
             if plans is None
             else [plan.sources for plan in plans]
         )
-        for index, (_, tensor) in enumerate(self.named):
+        for index, (_, tensor) in enumerate(named):
             wholes: dict[torch.dtype, torch.Tensor] = {}
             for number, sources in enumerate(planned):
                 source = sources[index]
@@ -237,9 +238,8 @@ class WholeModel:
         if self._sending is not None:
             self._sending.close()
 
-    def digest(self, kv_scales: torch.Tensor | None) -> str:
-        scales = [] if kv_scales is None else [(KV_SCALES, kv_scales)]
-        found, error = attempt(weights_digest, [*self.named, *scales])
+    def digest(self) -> str:
+        found, error = attempt(weights_digest, self.named)
         if error is not None:
             logger.warning("a second try will not be compared with this one", exc_info=error)
         return found or ""
@@ -258,18 +258,22 @@ class Stream:
         self.named: Named = []
         self.codes_wanted: CodesWanted | None = None
         self._tensors, self._announcement = tensors, announcement
+        self._added: Named = []
 
     def check(self, ranks: tuple[int, ...]) -> None:
         """Nothing has come yet."""
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._added.append((name, tensor))
 
     def plan(
         self,
         sender: Sender,
         client: EngineClient,
-        kv_scales: torch.Tensor | None,
         device: torch.device | None,
     ) -> TransferPlan:
-        return sender.stream_plan(client, self._announcement, kv_scales, device)
+        added = sender.settled(self._added, device)
+        return sender.stream_plan(client, self._announcement, added, device)
 
     def report(self, ranks: int) -> Report:
         return None
@@ -280,7 +284,7 @@ class Stream:
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
-        for name, tensor in self._tensors:
+        for name, tensor in chain(self._tensors, self._added):
             if isinstance(tensor, DTensor):
                 check_readable(name, tensor)
                 if leader.is_alone and tensor.device_mesh.size() > 1:
@@ -304,7 +308,7 @@ class Stream:
         for _ in self._tensors:
             pass
 
-    def digest(self, kv_scales: torch.Tensor | None) -> str:
+    def digest(self) -> str:
         return ""
 
 

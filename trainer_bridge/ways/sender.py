@@ -74,21 +74,25 @@ class Sender:
             self._in_place.forget()
             self._free_bucket()
 
-    def kv_scales(self, scales: Any, device: torch.device | None) -> torch.Tensor:
-        """KV scales, ready to be sent; with a GPU, as a copy at an address that stays.
+    def settled(self, named: Named, device: torch.device | None) -> Named:
+        """The same, with KV scales checked, and with a GPU as a copy at an address that stays.
 
         So they are read in place where the weights are, and are new at each step all the same.
+        They come last.
 
         Raises:
             ManifestError: the engines have no FP8 KV cache, or one of other layers or heads.
         """
+        *others, (name, scales) = named or [("", torch.empty(0))]
+        if name != KV_SCALES:
+            return named
         check_kv_scales(scales, self.layout.get("kv_cache"))
         if device is None:
-            return scales  # type: ignore[no-any-return]
+            return named
         kept = self._kv_scales
         if kept is None or kept.device != device or kept.shape != scales.shape:
             kept = self._kv_scales = torch.empty(scales.shape, device=device)
-        return kept.copy_(scales.detach())
+        return [*others, (name, kept.copy_(scales.detach()))]
 
     def remember_stream(self, plan: TransferPlan, order: Iterable[int]) -> None:
         """Plan the next stream as this one came.
@@ -109,19 +113,20 @@ class Sender:
         self,
         client: EngineClient,
         announcement: Announcement | None,
-        kv_scales: torch.Tensor | None,
+        added: Named,
         device: torch.device | None,
     ) -> TransferPlan:
         """The plan for a stream: that of the last one, or one that is made as tensors come.
 
         Args:
             client: one of the engines.
+            added: what comes behind the stream.
 
         Raises:
             EngineError: the engine cannot be reached.
             ManifestError: the tensors of the stream are not known.
         """
-        way = kv_scales is not None, device
+        way = bool(added), device
         kept = self._stream_plans.get(way)
         if kept is not None:
             self._in_place.forget()
@@ -132,8 +137,7 @@ class Sender:
             named = announced(announcement, client, dtype, fp32)
         else:
             named = known
-        if kv_scales is not None:
-            named = [*named, (KV_SCALES, kv_scales.to("meta"))]
+        named = [*named, *((name, tensor.to("meta")) for name, tensor in added)]
         plan = self.plan(named, None, device, streamed=known is None)
         if known is not None:
             self._stream_plans[way] = plan
