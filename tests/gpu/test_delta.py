@@ -240,8 +240,8 @@ def test_a_trainer_on_a_gpu_sends_what_changed(
         assert holds(engine, tensors)
         if version:
             assert result.network_bytes < 0.1 * result.bytes
-        image = KEPT.connection_to(engine).image
-        assert image is not None and all(c.is_cuda for c in image[1]._chunks.values())
+        base = KEPT.connection_to(engine).base
+        assert base is not None and all(c.is_cuda for c in base.image._chunks.values())
         if fails:
             named[toy.FP8_NAMES[0]].view(-1)[0] = torch.nan
             with pytest.raises(EngineError, match="NaN"):

@@ -16,7 +16,7 @@ from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.participant import participants_of
 from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.layout import gpu_of
-from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(60)
@@ -77,7 +77,7 @@ def test_an_engine_that_did_not_serve_is_asked_again_after_its_first_update() ->
 def test_a_failure_frees_the_memory_that_no_other_engine_has_open() -> None:
     one, two = EngineConnection(Client()), EngineConnection(Client())
     sender = Sender(one.layout())
-    bucket = sender._bucket = HostBucket(64)
+    bucket = sender._bucket = Bucket(64)
     for connection in (one, two):
         connection.use(sender)
     one.forget()

@@ -1,7 +1,7 @@
 """Work that is some steps ahead of its results."""
 
 from sgl_fp8rl.protocol.image import Steps
-from trainer_bridge.lookahead import Lookahead
+from trainer_bridge.ways.chunks import Lookahead
 
 
 def test_results_come_in_order_and_as_soon_as_they_are_there() -> None:

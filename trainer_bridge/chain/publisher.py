@@ -24,8 +24,7 @@ from trainer_bridge.sources.parameters import Named, NamedTensors, check_readabl
 from trainer_bridge.sources.tied_head import check_head, on_all_ranks, repeats_here
 from trainer_bridge.sources.wrappers import group_of
 from trainer_bridge.transfer.layout import check_kv_scales, sources_for
-from trainer_bridge.updates.agreement import PolicyRequest, agree, ask
-from trainer_bridge.updates.update import RUN
+from trainer_bridge.updates.update import RUN, PolicyRequest, agree, ask
 
 logger = logging.getLogger(__name__)
 

@@ -1,20 +1,48 @@
 """What a trainer keeps of one engine between updates."""
 
 import logging
+import secrets
 import time
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from sgl_fp8rl.protocol.image import Image
+from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import is_reachable
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from trainer_bridge.engines.engine_client import CONTROL_TIMEOUT_S, EngineClient, EngineError
-from trainer_bridge.session.commit_decision import CommitDecision
 from trainer_bridge.transfer.layout import check_layout
 from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
+from trainer_bridge.ways.changes import Base
 from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
+
+
+class CommitDecision(NamedTuple):
+    """An update that is to commit, as it was decided at the first try."""
+
+    policy: Policy
+    transaction: str
+    """Engines know it by this name."""
+    digests: tuple[str, ...] = ()
+    """Of the weights of each rank, where an engine missed it and they are known."""
+
+    def check_same(self, digests: Iterable[str]) -> None:
+        """Check that a second try brings what the first one brought.
+
+        Args:
+            digests: of the weights of each rank; "" where unknown.
+
+        Raises:
+            ManifestError: it brings something else.
+        """
+        found = tuple(digests)
+        if "" not in found and found != self.digests:
+            raise ManifestError(
+                f"the weights or KV scales have changed since an earlier try at {self.policy}, "
+                f"which engines have committed; update all of them to a newer version"
+            )
 
 
 class EngineConnection:
@@ -32,11 +60,8 @@ class EngineConnection:
         """Plans and memory, perhaps shared with other engines."""
         self.opened: tuple[str, ...] = ()
         """Seeds of the trainer's shards and codes that the engine has open."""
-        self.image: tuple[str, Image] | None = None
-        """The last update that an engine on another host committed, and the fingerprint of its
-        manifest. It outlasts a failure: the engine says what it holds."""
-        self.image_failed = False
-        """Whether the last update that changed it failed: after a second one the next is whole."""
+        self.base: Base | None = None
+        """What an engine on another host is sent changes of."""
         self._layout: dict[str, Any] | None = None
         self._ranks: EngineRanks | None = None
         self.is_remote = False
@@ -65,7 +90,8 @@ class EngineConnection:
     @property
     def visible_gpus(self) -> set[str]:
         """The GPUs where every rank of the engine can read shards in place."""
-        return set() if self.cannot_open_shards else set(self.layout()["visible_gpus"])
+        is_out_of_reach = self.cannot_open_shards or self.is_remote or self.through_host
+        return set() if is_out_of_reach else set(self.layout()["visible_gpus"])
 
     def use(self, sender: Sender | None) -> None:
         """Go on with other plans and memory: every rank has let go of what there was."""
@@ -97,7 +123,7 @@ class EngineConnection:
         """Have the engine let go of this process's memory, and free what was made for it."""
         if self._ranks is not None:
             self._ranks.detach(timeout_s)
-        self.image = None
+        self.base = None
         self.forget()
 
     def use_host_memory(self, why: EngineError) -> None:
@@ -115,3 +141,13 @@ class EngineConnection:
     def invalidate_layout(self) -> None:
         """Ask for the layout again: another engine may be at the address."""
         self._layout = None
+
+
+def decision_on(policy: Policy, known: Iterable[CommitDecision | None]) -> CommitDecision:
+    """That of an earlier try, or a new one.
+
+    Args:
+        known: the last decision about each engine.
+    """
+    earlier = next((d for d in known if d is not None and d.policy == policy), None)
+    return earlier or CommitDecision(policy, secrets.token_hex(16))

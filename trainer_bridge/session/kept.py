@@ -7,10 +7,10 @@ from typing import Any
 
 from trainer_bridge.engines.engine_client import EngineClient, connect, normalized, server_key
 from trainer_bridge.session.engine_connection import EngineConnection
-from trainer_bridge.session.part_sender import Images
 from trainer_bridge.shards.placed_shards import ShardRegistry
 from trainer_bridge.shards.shard_codes import CodesRegistry
-from trainer_bridge.transfer.transfer_plan import TransferPlan
+from trainer_bridge.ways.changes import Bases
+from trainer_bridge.ways.sender import Sender
 
 EXIT_TIMEOUT_S = 2.0
 """Seconds that the end of this process may wait for its engines to let go of its memory."""
@@ -22,10 +22,10 @@ class Kept:
     def __init__(self) -> None:
         self.shards = ShardRegistry()
         self.codes = CodesRegistry()
-        self.images = Images()
+        self.bases = Bases()
         """What this rank sent to engines on other hosts, where it does not lead."""
-        self.part: tuple[Any, TransferPlan] | None = None
-        """The plan of the last update that this rank sent a part of, and what it was made of."""
+        self.part: Sender | None = None
+        """For the engines that this rank sent a part to last."""
         self._by_address: dict[tuple[str, str | None], EngineConnection] = {}
         self._of_objects: dict[int, EngineConnection] = {}
         """Of each engine that is an object, by its id. An entry ends with the engine."""
@@ -94,7 +94,7 @@ class Kept:
         if engine is None or had - left:
             self.codes.release(left)
         if engine is None:
-            self.images.forget()
+            self.bases.forget()
 
     def close_all(self, timeout_s: float = EXIT_TIMEOUT_S) -> None:
         """Disconnect from every engine, and forget all."""
@@ -109,7 +109,7 @@ class Kept:
         self._alive.clear()
         self.shards.forget()
         self.codes.forget()
-        self.images.forget()
+        self.bases.forget()
         self.part = None
 
 

@@ -10,12 +10,10 @@ import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.engines.engine_client import EngineClient, EngineError
-from trainer_bridge.engines.side_by_side import side_by_side
+from trainer_bridge.engines.engine_client import EngineClient, EngineError, side_by_side
 from trainer_bridge.ranks.rank_values import exchanged
-from trainer_bridge.session.commit_decision import CommitDecision, decision_on
-from trainer_bridge.session.keep_alive import kept_alive
-from trainer_bridge.session.participant import Participant
+from trainer_bridge.session.engine_connection import CommitDecision, decision_on
+from trainer_bridge.session.participant import Participant, kept_alive
 from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.layout import comparable, gpu_of, read_by_all
@@ -48,8 +46,8 @@ class Begun(NamedTuple):
     """Why engines are not in the update, by name."""
     mapped: list[list[bool]]
     """For each session, which parameters the engines read in place: no rank gathers them."""
-    is_remote: bool
-    """Whether every engine is on another host, and sent the same."""
+    in_parts: bool
+    """Whether several ranks may send."""
     is_second_try: bool
     """Whether the weights of an earlier try, which not every engine has, are known: these must be
     the same."""
@@ -120,7 +118,7 @@ class Transaction:
             [read_by_all(session.sender.layout) for session in self.sessions],
             self.failed,
             [session.plan.mapped for session in self.sessions],
-            len(self.sessions) == 1 and all(member.connection.is_remote for member in self.active),
+            len(self.sessions) == 1 and self.sessions[0].plan.senders > 1,
             bool(self._decision.digests),
             any(session.plan.coded for session in self.sessions),
         )
@@ -138,37 +136,6 @@ class Transaction:
         """Nothing was to be sent."""
         self._settle()
         self._end_sessions()
-
-    def put_residents(self, named: Named) -> bool:
-        """Put all parameters into the bucket, if one session takes them all as they lie."""
-        return len(self.sessions) == 1 and self.sessions[0].put_residents(named)
-
-    def put(self, session: int, index: int, whole: torch.Tensor) -> None:
-        """Put a parameter into the bucket of a session."""
-        self.sessions[session].put(index, whole)
-
-    def put_named(self, name: str, tensor: torch.Tensor) -> None:
-        """Put the next tensor of a stream into the bucket of every session.
-
-        Raises:
-            ManifestError: it was not announced, or came before.
-        """
-        for session in self.sessions:
-            session.put_named(name, tensor)
-
-    def end_stream(self) -> None:
-        """Check that the stream was complete.
-
-        Raises:
-            ManifestError: a tensor of the last stream is missing; the engines check the first.
-        """
-        for session in self.sessions:
-            session.end_stream()
-
-    def send_rest(self) -> None:
-        """Send what is left, and wait until it is read."""
-        for session in self.sessions:
-            session.send_rest()
 
     def finish(self) -> float | None:
         """Send what is left, and have every engine vote.

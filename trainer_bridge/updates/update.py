@@ -1,35 +1,45 @@
 """``update``: bring the engine to the trainer's weights, as one new policy version."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
+from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import ABORT
-from trainer_bridge.clock import Clock
+from trainer_bridge.arguments import as_python
 from trainer_bridge.ranks.collective import Leader, ranks_of
+from trainer_bridge.ranks.rank_values import exchanged
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.participant import check_required, participants_of
 from trainer_bridge.session.transaction import MissedCommitError, Transaction
 from trainer_bridge.sources.announcement import Announcement
 from trainer_bridge.sources.parameters import NamedTensors
 from trainer_bridge.sources.wrappers import group_of
-from trainer_bridge.updates.agreement import PolicyRequest, agree, ask
-from trainer_bridge.updates.weights import Report, Stream, Weights, WholeModel
+from trainer_bridge.updates.weights import Clock, Report, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
 PRESENCE_S = 60.0
 """Seconds that the first rank waits until all others have said that they have not left the update,
 or what they hold."""
+
+
+@exchanged
+class PolicyRequest(NamedTuple):
+    """The policy that one rank asks for, and how."""
+
+    policy: Policy
+    in_flight: str
+    names_run: bool
+    """Whether it names the run; otherwise that is the first rank's."""
 
 
 @dataclass(frozen=True)
@@ -235,3 +245,45 @@ def _close_failed(transaction: Transaction | None, leader: Leader) -> None:
 def _digests(leader: Leader, weights: Weights) -> list[str] | None:
     """Of what each rank holds, on the leader."""
     return leader.collect(weights.digest(), PRESENCE_S)
+
+
+def ask(
+    check: Callable[[], None], own_run: str, run: Any, version: Any, in_flight: Any = ABORT
+) -> PolicyRequest:
+    """Checked before an engine is told of anything.
+
+    Args:
+        check: raises what is wrong with the weights on this rank.
+        own_run: of this process.
+
+    Raises:
+        ManifestError: the policy is invalid.
+    """
+    check()
+    policy = check_policy(own_run if run is None else run, as_python(version))
+    return PolicyRequest(policy, check_in_flight(in_flight), run is not None)
+
+
+def agree(ranks: tuple[int, ...], requests: list[PolicyRequest | str]) -> Policy:
+    """The policy that all ranks ask for.
+
+    Args:
+        requests: of each of them; of one that cannot go on, why.
+
+    Raises:
+        ManifestError: a rank cannot, or asks for another policy.
+    """
+    first, *others = requests
+    assert isinstance(first, PolicyRequest)
+    for rank, other in zip(ranks[1:], others, strict=True):
+        if isinstance(other, str):
+            raise ManifestError(other)
+        run = other.policy.run if other.names_run else first.policy.run
+        policy = other.policy._replace(run=run)
+        if (policy, other.in_flight) != (first.policy, first.in_flight):
+            raise ManifestError(
+                f"on rank {rank}: the update is to {policy} with in_flight={other.in_flight!r}, "
+                f"but on the first rank to {first.policy} with in_flight={first.in_flight!r}; "
+                f"pass the same on all ranks"
+            )
+    return first.policy

@@ -1,9 +1,9 @@
 """What a trainer updates from: a model whose tensors are all at hand, or a stream of them."""
 
 import logging
+import time
 from collections.abc import Collection, Iterator
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge.clock import Clock
 from trainer_bridge.engines.engine_client import EngineClient, EngineError
 from trainer_bridge.ranks.collective import Leader, check_ranks
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.transaction import Begun, Transaction
+from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.shards.placed_shards import (
     CodesWanted,
     PlacedShards,
@@ -48,44 +48,63 @@ Report = tuple[ShardReport, ShardReport | EngineError, bool | None] | None
 nothing is to be told."""
 
 
-class Weights(Protocol):
-    """The weights of one update."""
+class Clock:
+    """Adds up wall time by stage."""
 
-    named: Named
-    """All tensors, or none of a stream."""
-    codes_wanted: CodesWanted | None
-    """On the leader, behind ``send``: what all ranks should quantize from the next update on."""
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        """Count the time since the last lap to ``stage``."""
+        now = time.perf_counter()
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each stage and of all."""
+        return {**self._seconds, "total": time.perf_counter() - self._started}
+
+
+class Weights:
+    """The weights of one update. Every rank calls, and only the leader has a transaction."""
+
+    def __init__(self) -> None:
+        self.named: Named = []
+        """All tensors, or none of a stream."""
+        self.codes_wanted: CodesWanted | None = None
+        """On the leader, behind ``send``: what all ranks quantize from the next update on."""
 
     def check(self, ranks: tuple[int, ...]) -> None:
         """Raise what is wrong with them on this rank, of those that update together."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """One more, behind the others: the leader's own."""
+        raise NotImplementedError
 
     def report(self, ranks: int) -> Report:
         """What the leader must know of this rank, one of so many, to plan."""
+        return None
 
     def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
-        """Join the reports of all ranks on the leader; the others start to quantize. Every rank
-        calls.
+        """Join the reports of all ranks on the leader; the others start to quantize.
 
         Args:
             reports: of all ranks, on the leader.
         """
 
     def plan(
-        self,
-        sender: Sender,
-        client: EngineClient,
-        device: torch.device | None,
+        self, sender: Sender, client: EngineClient, device: torch.device | None
     ) -> TransferPlan:
         """What the leader sends, and how."""
+        raise NotImplementedError
 
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
         """Gather every tensor on all ranks, in one order; the leader puts them into the bucket, and
         others may send a part."""
+        raise NotImplementedError
 
     def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
         """The engines have them.
@@ -99,22 +118,24 @@ class Weights(Protocol):
         """The update is over, however it ended."""
 
     def exhaust(self) -> None:
-        """Take part in what is left of the collectives: other ranks wait for them."""
+        """Take part in what is left of the collectives: other ranks wait for them. Of a whole model
+        none is: a failure reaches every rank before the next tensor."""
 
     def digest(self) -> str:
         """Tells them from others, on this rank; "" where they are gone, or it cannot."""
+        return ""
 
 
-class WholeModel:
+class WholeModel(Weights):
     """A module, a mapping or a list: planned once, and read in place where nothing moves."""
 
     def __init__(self, model_or_named_tensors: nn.Module | NamedTensors) -> None:
+        super().__init__()
         self._family = None
         if isinstance(model_or_named_tensors, nn.Module):
             self._family = hf_names.model_type(model_or_named_tensors)
         # a fault waits for ``check``: the other ranks must hear of it
         self.named, self._fault = listed(model_or_named_tensors)
-        self.codes_wanted: CodesWanted | None = None
         self._placed: ShardReport = None
         self._stays: Shards | None = None
         """On the leader: where all ranks hold them, if none has moved."""
@@ -160,25 +181,24 @@ class WholeModel:
         return KEPT.codes.assemble(self._stays, codes)
 
     def plan(
-        self,
-        sender: Sender,
-        client: EngineClient,
-        device: torch.device | None,
+        self, sender: Sender, client: EngineClient, device: torch.device | None
     ) -> TransferPlan:
-        KEPT.codes.start()
-        if sender.layout["tied"] and self._ranks == 1:
+        if self._ranks > 1:
+            KEPT.codes.start()
+        elif sender.layout["tied"]:
             self._repeats = repeats_embedding(self.named)
         check_head(self.named, sender.layout["tied"], self._repeats)
         self.named = sender.settled(self.named, device)
         ranks = 1
-        if sender.layout["is_remote"] and is_on_all(self.named, self._ranks):
+        if sender.carrier(device).is_far and is_on_all(self.named, self._ranks):
             ranks = self._ranks
         return sender.plan(self.named, self._family, device, shards=self._shards, ranks=ranks)
 
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
-        self.codes_wanted = leader.attempt(self._decide, transaction)
+        if self._stays is not None:
+            self.codes_wanted = leader.attempt(self._decide, transaction)
         if begun.reads_codes:
             _, error = attempt(KEPT.codes.check)
             faults = leader.collect(None if error is None else str(error), CODES_S)
@@ -186,29 +206,29 @@ class WholeModel:
             clock.lap("quantize")
         if all(map(all, begun.mapped)):
             return  # engines read everything in place
-        if leader.is_alone and leader.attempt(Transaction.put_residents, transaction, self.named):
+        sessions = [None] * len(begun.layouts) if transaction is None else transaction.sessions
+        is_one = leader.is_alone and len(sessions) == 1
+        if is_one and leader.attempt(UpdateSession.put_residents, sessions[0], self.named):
             clock.lap("write")
             return
         sending, named = None, self.named
-        if begun.is_remote and not leader.is_alone:
+        if begun.in_parts and not leader.is_alone:
             sending = self._sending = send_together(leader, transaction, named, self._family)
             named = named if sending is None else sending.named
-        plans = None if transaction is None else [each.plan for each in transaction.sessions]
-        planned = (
-            [sources_for(named, self._family, layout) for layout in begun.layouts]
-            if plans is None
-            else [plan.sources for plan in plans]
-        )
+        planned = [
+            sources_for(named, self._family, layout) if session is None else session.plan.sources
+            for layout, session in zip(begun.layouts, sessions, strict=True)
+        ]
         for index, (_, tensor) in enumerate(named):
             wholes: dict[torch.dtype, torch.Tensor] = {}
-            for number, sources in enumerate(planned):
+            for session, sources, mapped in zip(sessions, planned, begun.mapped, strict=True):
                 source = sources[index]
-                if begun.mapped[number][index] or not source.cuts:
+                if mapped[index] or not source.cuts:
                     continue
                 if source.held_as not in wholes:
                     wholes[source.held_as] = source.read(tensor)
                 clock.lap("read")
-                leader.attempt(Transaction.put, transaction, number, index, wholes[source.held_as])
+                leader.attempt(UpdateSession.put, session, index, wholes[source.held_as])
                 if sending is not None:
                     sending.put(index, wholes[source.held_as])
                 clock.lap("write")
@@ -231,9 +251,6 @@ class WholeModel:
         seed = placed.placement.seed if isinstance(placed, PlacedShards) else placed
         KEPT.codes.committed(seed, codes, opened)
 
-    def exhaust(self) -> None:
-        """A failure reaches every rank before the next tensor."""
-
     def close(self) -> None:
         if self._sending is not None:
             self._sending.close()
@@ -245,7 +262,7 @@ class WholeModel:
         return found or ""
 
 
-class Stream:
+class Stream(Weights):
     """An iterator of (HF name, whole tensor): walked once, and no tensor is kept.
 
     A tensor is read before the next one is asked for, so the iterator may reuse its memory. A GPU
@@ -255,35 +272,23 @@ class Stream:
     def __init__(
         self, tensors: Iterator[tuple[str, torch.Tensor]], announcement: Announcement | None
     ) -> None:
-        self.named: Named = []
-        self.codes_wanted: CodesWanted | None = None
+        super().__init__()
         self._tensors, self._announcement = tensors, announcement
         self._added: Named = []
-
-    def check(self, ranks: tuple[int, ...]) -> None:
-        """Nothing has come yet."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         self._added.append((name, tensor))
 
     def plan(
-        self,
-        sender: Sender,
-        client: EngineClient,
-        device: torch.device | None,
+        self, sender: Sender, client: EngineClient, device: torch.device | None
     ) -> TransferPlan:
         added = sender.settled(self._added, device)
         return sender.stream_plan(client, self._announcement, added, device)
 
-    def report(self, ranks: int) -> Report:
-        return None
-
-    def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
-        """Nothing has come yet."""
-
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
+        sessions = [] if transaction is None else transaction.sessions
         for name, tensor in chain(self._tensors, self._added):
             if isinstance(tensor, DTensor):
                 check_readable(name, tensor)
@@ -294,22 +299,15 @@ class Stream:
                     )
                 tensor = tensor.full_tensor()
             clock.lap("read")
-            leader.attempt(Transaction.put_named, transaction, name, tensor)
+            for session in sessions:
+                leader.attempt(UpdateSession.put_named, session, name, tensor)
             clock.lap("write")
-        leader.attempt(Transaction.end_stream, transaction)
-
-    def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
-        """Nothing is kept here."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+        for session in sessions:
+            leader.attempt(UpdateSession.end_stream, session)
 
     def exhaust(self) -> None:
         for _ in self._tensors:
             pass
-
-    def digest(self) -> str:
-        return ""
 
 
 def _raise_first(faults: list[str | None]) -> None:
