@@ -112,9 +112,7 @@ def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     layout = connection.layout()
     gpus = {"gpus": sorted({*layout["gpus"]}), "visible_gpus": []}
     sender = Sender({**comparable(layout, through_host=False, is_remote=False), **gpus})
-    parameters = sender.ways[Parameters]
-    assert isinstance(parameters, Parameters)
-    parameters._placement = placement_of(list(tensors.values()))
+    vars(sender.ways[Parameters])["_placement"] = placement_of([*tensors.values()])
     connection.use(sender)
     opened = driver._cuIpcOpenMemHandle_v2
 

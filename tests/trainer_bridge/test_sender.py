@@ -488,16 +488,10 @@ IN_PLACE = Placement((16, 64), (0,), (Handle("ab" * 64, 4096, GPU),), ((0, 16), 
 """Two parameters of one allocation, 16 and 64 bytes from its start."""
 
 
-def lies_in_place(sender: Sender) -> None:
-    parameters = sender.ways[Parameters]
-    assert isinstance(parameters, Parameters)
-    parameters._placement = IN_PLACE
-
-
 def in_place_plan(sender: Sender, named: Named, flags: list[bool]) -> TransferPlan:
-    """One that maps these, as ``Sender.choose`` would have them."""
-    found = [index for index, is_mapped in enumerate(flags) if is_mapped]
-    sender.ways[Parameters].found = frozenset(found)
+    """One that maps these, as if they had lain there before."""
+    found = frozenset(index for index, is_mapped in enumerate(flags) if is_mapped)
+    vars(sender.ways[Parameters]).update(found=found, _placement=IN_PLACE)
     return TransferPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2)
 
 
@@ -507,7 +501,6 @@ def segments(rank: Rank) -> list[dict[str, Any]]:
 
 def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
     sender = Sender(layout())
-    lies_in_place(sender)
     named = weights(a=(8,), b=(2, 2), c=(3,))
     plan = in_place_plan(sender, named, [True, False, True])
     share(sender, rank, plan)
@@ -524,7 +517,6 @@ def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
 
 def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank) -> None:
     sender = Sender(layout())
-    lies_in_place(sender)
     names = []
     for flags in ([True, True], [True, False]):
         named = weights(a=(8,), b=(8,))
@@ -539,7 +531,6 @@ def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank
 
 def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
     sender = Sender(layout())
-    lies_in_place(sender)
     named = weights(a=(8,), b=(8,))
     buckets = []
     for flags in ([True, True], [True, False], [True, True]):
@@ -555,7 +546,6 @@ def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
 def test_a_bucket_that_another_engine_may_have_open_is_kept(rank: Rank) -> None:
     """Its begin was refused, so it did not let go."""
     sender = Sender(layout())
-    lies_in_place(sender)
     named = weights(a=(8,), b=(8,))
     some, whole = (in_place_plan(sender, named, flags) for flags in ([True, False], [True, True]))
     for engine in ("one", "two"):

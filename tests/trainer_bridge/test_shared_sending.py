@@ -280,12 +280,6 @@ def test_all_chunks_together_are_those_of_one_rank(
     monkeypatch.setattr(Recorder, "sent", {})
     scales = torch.rand(2, 2, 4)
     named = [*toy.checkpoint(0).items(), (KV_SCALES, scales)]
-    formats = dict.fromkeys(toy.FP8_NAMES, BLOCK_FP8)
-
-    def plan(slots: int) -> TransferPlan:
-        made = sources(named, None, torch.bfloat16, [KV_SCALES])
-        return TransferPlan(made, [False] * len(named), CHUNK, formats, slots=slots)
-
     monkeypatch.setattr(carriers, "LEAST_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(shared_sending, "gpu_of", lambda named, layout: device)
     offer, of_all = offered(named, senders, device)
@@ -295,7 +289,9 @@ def test_all_chunks_together_are_those_of_one_rank(
             part.put(index, tensor)
         assert part.finish() == Sent(None, {}, 0)
         part.close()
-    alone = plan(len(of_all.chunks))  # a slot for each: nothing is overwritten
+    made, formats = sources(named, None, torch.bfloat16, [KV_SCALES]), of_all.quantized
+    slots = len(of_all.chunks)  # for each one: nothing is overwritten
+    alone = TransferPlan(made, [False] * len(named), CHUNK, formats, slots=slots)
     content = torch.zeros(alone.manifest.bucket_bytes, dtype=torch.uint8)
     packer = HostPacker(alone, content)
     for chunk, index in alone.turns:

@@ -195,51 +195,18 @@ class Part:
             self._fault = str(error) or type(error).__name__
 
 
-class SharedSending:
-    """What this rank does when ranks send together.
+class Together(NamedTuple):
+    """What this rank does where ranks send together."""
 
-    Args:
-        sender: of a rank that sends and does not lead.
-        named: what is sent, the same on each rank.
-    """
-
-    def __init__(self, sender: Part | None, named: Named) -> None:
-        self._sender, self.named = sender, named
-
-    def put(self, index: int, whole: torch.Tensor) -> None:
-        """Put a parameter in that all ranks have gathered."""
-        if self._sender is not None:
-            self._sender.put(index, whole)
-
-    def finish(self, leader: Leader, transaction: Transaction | None) -> None:
-        """Wait until every rank has sent its part; every rank calls."""
-        for session in () if transaction is None else transaction.sessions:
-            leader.attempt(UpdateSession.send_rest, session)
-        sent = Sent(None, {}, 0) if self._sender is None else self._sender.finish()
-        if transaction is None:
-            leader.collect(sent)
-            return
-        if leader.error is not None:  # others, who go on sending, hear of it
-            transaction.close(leader.error)
-        of_ranks, late = attempt(collect_alive, leader, transaction.active, sent)
-        if late is not None and leader.error is None:
-            raise late
-        leader.attempt(_note, transaction, of_ranks)
-
-    def committed(self) -> None:
-        """The engines have what was sent."""
-        if self._sender is not None:
-            self._sender.committed()
-
-    def close(self) -> None:
-        """It is over, however it ended."""
-        if self._sender is not None:
-            self._sender.close()
+    part: Part | None
+    """Of a rank that sends and does not lead."""
+    named: Named
+    """What is sent, the same on each rank."""
 
 
 def send_together(
     leader: Leader, transaction: Transaction | None, named: Named, family: str | None
-) -> SharedSending | None:
+) -> Together | None:
     """Have ranks send chunks of their own; None where the first one sends all. Every rank calls.
 
     They can where each gathers every tensor: what is not sharded over all of them is the first
@@ -248,21 +215,39 @@ def send_together(
     offer: Any = leader.share(leader.attempt(_offer, transaction, named))
     named = named + (offer.added if leader.rank else [])
     fits = is_on_all(named, leader.size)
-    sender, why = None, None if fits else f"rank {leader.rank} holds other tensors"
+    part, why = None, None if fits else f"rank {leader.rank} holds other tensors"
     # evenly among the ranks, which are ordered by host
     places = [number * leader.size // offer.senders for number in range(offer.senders)]
     if leader.rank and leader.rank in places and fits:
         number = places.index(leader.rank)
-        sender, error = attempt(Part, offer, number, named, family)
+        part, error = attempt(Part, offer, number, named, family)
         if error is not None:
             why = f"rank {leader.rank}: {str(error) or type(error).__name__}"
+    members = () if transaction is None else transaction.active
     shared = False
     try:
-        shared = leader.share(_all_can(leader, transaction, why, offer.senders))
+        faults = _collect(leader, members, why)
+        shared = leader.share(bool(leader.attempt(_begin, transaction, faults, offer.senders)))
     finally:
-        if sender is not None and not shared:
-            sender.close()
-    return SharedSending(sender, named) if shared else None
+        if part is not None and not shared:
+            part.close()
+    return Together(part, named) if shared else None
+
+
+def end_together(leader: Leader, transaction: Transaction | None, part: Part | None) -> None:
+    """Wait until every rank has sent its part; every rank calls."""
+    for session in () if transaction is None else transaction.sessions:
+        leader.attempt(UpdateSession.send_rest, session)
+    sent = Sent(None, {}, 0) if part is None else part.finish()
+    if transaction is None:
+        leader.collect(sent)
+        return
+    if leader.error is not None:  # others, who go on sending, hear of it
+        transaction.close(leader.error)
+    of_ranks, late = attempt(_collect, leader, transaction.active, sent)
+    if late is not None and leader.error is None:
+        raise late
+    leader.attempt(_note, transaction, of_ranks)
 
 
 def is_on_all(named: Named, ranks: int) -> bool:
@@ -272,19 +257,6 @@ def is_on_all(named: Named, ranks: int) -> bool:
         for name, tensor in named
         if name != KV_SCALES
     )
-
-
-def _all_can(
-    leader: Leader, transaction: Transaction | None, why: str | None, senders: int
-) -> bool:
-    """Whether every rank that sends is connected, on the rank that leads.
-
-    Args:
-        why: this rank is not.
-    """
-    members = () if transaction is None else transaction.active
-    faults = collect_alive(leader, members, why)
-    return bool(leader.attempt(_begin, transaction, faults, senders))
 
 
 def _offer(transaction: Transaction, named: Named) -> Offer:
@@ -304,7 +276,7 @@ def _offer(transaction: Transaction, named: Named) -> Offer:
     )
 
 
-def collect_alive(leader: Leader, members: Sequence[Participant], value: T) -> list[T] | None:
+def _collect(leader: Leader, members: Sequence[Participant], value: T) -> list[T] | None:
     """``Leader.collect`` of ranks that share an update, while these engines wait.
 
     Raises:

@@ -34,7 +34,7 @@ from trainer_bridge.sources.tied_head import (
 from trainer_bridge.sources.weights_digest import weights_digest
 from trainer_bridge.transfer.layout import sources_for
 from trainer_bridge.transfer.transfer_plan import TransferPlan
-from trainer_bridge.updates.shared_sending import SharedSending, is_on_all, send_together
+from trainer_bridge.updates.shared_sending import Part, end_together, is_on_all, send_together
 from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,8 @@ class WholeModel(Weights):
         self._ranks = 1
         self._repeats: bool | None = None
         """Whether the head is the embedding, on all ranks."""
-        self._sending: SharedSending | None = None
+        self._part: Part | None = None
+        """What this rank sends, where several do and it does not lead."""
 
     def check(self, ranks: tuple[int, ...]) -> None:
         if self._fault is not None:
@@ -211,10 +212,11 @@ class WholeModel(Weights):
         if is_one and leader.attempt(UpdateSession.put_residents, sessions[0], self.named):
             clock.lap("write")
             return
-        sending, named = None, self.named
-        if begun.in_parts and not leader.is_alone:
-            sending = self._sending = send_together(leader, transaction, named, self._family)
-            named = named if sending is None else sending.named
+        together, named = None, self.named
+        if begun.in_parts:
+            together = send_together(leader, transaction, named, self._family)
+        if together is not None:
+            self._part, named = together
         planned = [
             sources_for(named, self._family, layout) if session is None else session.plan.sources
             for layout, session in zip(begun.layouts, sessions, strict=True)
@@ -229,11 +231,11 @@ class WholeModel(Weights):
                     wholes[source.held_as] = source.read(tensor)
                 clock.lap("read")
                 leader.attempt(UpdateSession.put, session, index, wholes[source.held_as])
-                if sending is not None:
-                    sending.put(index, wholes[source.held_as])
+                if self._part is not None:
+                    self._part.put(index, wholes[source.held_as])
                 clock.lap("write")
-        if sending is not None:
-            sending.finish(leader, transaction)
+        if together is not None:
+            end_together(leader, transaction, self._part)
 
     def _decide(self, transaction: Transaction) -> CodesWanted | None:
         readers = [(each.sender.layout, len(each.members)) for each in transaction.sessions]
@@ -243,8 +245,8 @@ class WholeModel(Weights):
         return wanted
 
     def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
-        if self._sending is not None:
-            self._sending.committed()
+        if self._part is not None:
+            self._part.committed()
         if self._ranks == 1:
             return
         placed = self._placed
@@ -252,8 +254,8 @@ class WholeModel(Weights):
         KEPT.codes.committed(seed, codes, opened)
 
     def close(self) -> None:
-        if self._sending is not None:
-            self._sending.close()
+        if self._part is not None:
+            self._part.close()
 
     def digest(self) -> str:
         found, error = attempt(weights_digest, self.named)

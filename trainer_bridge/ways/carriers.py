@@ -32,7 +32,6 @@ class Holder(Protocol):
 class Carrier:
     """A way of chunks to the engines of one layout."""
 
-    name: str
     is_far = False
     """Whether engines are sent what is in the bucket."""
 
@@ -98,8 +97,6 @@ class Carrier:
 class GPUBucket(Carrier):
     """Device memory of the trainer, which ranks on this host open; they read codes."""
 
-    name = "GPU bucket"
-
     @staticmethod
     def fits(layout: dict[str, Any], device: torch.device | None) -> bool:
         return device is not None
@@ -126,8 +123,6 @@ class HostBucket(Carrier):
     """Host memory: for engines on a CPU, for trainers without a GPU, and for those whose GPU memory
     the engine cannot open."""
 
-    name = "host bucket"
-
     @staticmethod
     def fits(layout: dict[str, Any], device: torch.device | None) -> bool:
         return True
@@ -143,7 +138,6 @@ class TCP(Carrier):
     where a relay exposes its memory (``RelayClient``). Several ranks may send, each every so
     many-th chunk. Engines that keep what they were sent get exact changes of it."""
 
-    name = "TCP"
     is_far = True
 
     def __init__(self, layout: dict[str, Any], device: torch.device | None) -> None:

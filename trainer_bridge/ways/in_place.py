@@ -41,8 +41,6 @@ class Case(NamedTuple):
 class InPlace:
     """A way of parameters that engines read where they lie."""
 
-    name: str
-
     def __init__(self, layout: dict[str, Any]) -> None:
         self._layout = layout
         self.forget()
@@ -107,8 +105,6 @@ class OfShards(InPlace):
 class ShardCodes(OfShards):
     """Codes and scales that ranks have made of their shards."""
 
-    name = "shard codes"
-
     @property
     def memory(self) -> tuple[Sequence[str], Sequence[Handle]]:
         assert self._shards is not None and self._shards.codes is not None
@@ -122,8 +118,6 @@ class ShardCodes(OfShards):
 
 class WholeShards(OfShards):
     """Shards as they are."""
-
-    name = "shards in place"
 
     @property
     def memory(self) -> tuple[Sequence[str], Sequence[Handle]]:
@@ -141,8 +135,6 @@ class WholeShards(OfShards):
 
 class Parameters(InPlace):
     """Whole parameters on this rank's GPU."""
-
-    name = "parameters in place"
 
     def forget(self) -> None:
         super().forget()
