@@ -20,7 +20,7 @@ from sgl_fp8rl.protocol.policy import Policy
 from tests.fuzz.decoder import Decoder, parse, to_frames
 from trainer_bridge.engines import engine_client
 from trainer_bridge.engines.engine_client import EngineError, HTTPEngine
-from trainer_bridge.session.engine_connection import EngineConnection
+from trainer_bridge.session.kept import EngineConnection
 from trainer_bridge.session.update_session import slowest_gpu
 from trainer_bridge.sources.announcement import announced
 from trainer_bridge.transfer.layout import comparable, gpu_of

@@ -11,8 +11,7 @@ import torch
 from sgl_fp8rl.protocol.policy import Policy
 from tests.trainer_bridge.test_sender import BUCKET_BYTES, GPU, layout
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.session.engine_connection import EngineConnection
-from trainer_bridge.session.kept import KEPT
+from trainer_bridge.session.kept import KEPT, EngineConnection
 from trainer_bridge.session.participant import participants_of
 from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.layout import gpu_of

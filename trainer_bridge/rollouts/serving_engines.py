@@ -18,7 +18,7 @@ from trainer_bridge.engines.engine_client import (
 )
 from trainer_bridge.rollouts.replies import check_policies
 from trainer_bridge.rollouts.routed_experts import ExpertLayout
-from trainer_bridge.session.engine_connection import EngineConnection
+from trainer_bridge.session.kept import EngineConnection
 from trainer_bridge.session.participant import Participant, participants_of
 
 logger = logging.getLogger(__name__)

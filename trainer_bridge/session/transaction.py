@@ -12,7 +12,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge.engines.engine_client import EngineClient, EngineError, side_by_side
 from trainer_bridge.ranks.rank_values import exchanged
-from trainer_bridge.session.engine_connection import CommitDecision, decision_on
+from trainer_bridge.session.kept import CommitDecision, decision_on
 from trainer_bridge.session.participant import Participant, kept_alive
 from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.sources.parameters import Named
