@@ -129,7 +129,7 @@ class HostBucket(Carrier):
 
     @property
     def quantized(self) -> dict[str, WeightFormat]:
-        """None where engines quantize as fast."""
+        """Of weights that would have gone through the trainer's GPU; engines quantize others."""
         return super().quantized if self._layout["through_host"] else {}
 
 
