@@ -19,7 +19,7 @@ from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Ru
 from benchmarks.engines import serving
 from benchmarks.engines.models import MODELS
 from benchmarks.fp8_forward import TINY, trainer_of
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 
 PROMPTS, LENGTH = 16, 64
 NEW_TOKENS = 128
@@ -110,7 +110,7 @@ def steps(
 
 def engine_codes(engine: Any) -> Any:
     """What tells one version of an engine's weights from another."""
-    found = connection_to(engine).client.control({"op": "digest"})
+    found = KEPT.connection_to(engine).client.control({"op": "digest"})
     return [{name: each["sha256"] for name, each in rank.items()} for rank in found["ranks"]]
 
 

@@ -20,7 +20,7 @@ from hypothesis import settings
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.options import current_options
 from tests import without_sglang
-from trainer_bridge.session import connections
+from trainer_bridge.session.kept import KEPT
 
 # A pytest that is ended from outside still ends the servers that it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -84,6 +84,4 @@ def _connections_end(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     yield
     if request.node.get_closest_marker("engine") is None:
-        while connections._connections:
-            _, connection = connections._connections.popitem()
-            connection.close(timeout_s=0.0)
+        KEPT.close_all(timeout_s=0.0)

@@ -45,8 +45,10 @@ from trainer_bridge.rollouts.logprobs import response_logprobs
 from trainer_bridge.rollouts.rollout import Rollout, rollout
 from trainer_bridge.rollouts.routed_experts import routing_disagreement
 from trainer_bridge.router_replay import record_routing, replay_routing
-from trainer_bridge.session.connections import close
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import UpdateResult, update
+
+close = KEPT.close
 
 __all__ = [
     "PRESETS",

@@ -17,7 +17,7 @@ from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
 from trainer_bridge.engines.engine_client import EngineClient, EngineError
 from trainer_bridge.session import participant
-from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.rank_client import RankClients
 from trainer_bridge.updates.update import RUN, UpdateResult
 
@@ -123,7 +123,7 @@ class ByHand:
         self.manifest = manifest_of(tensors)
         self.chunks = cut_into_chunks(self.manifest)
         self.ranks = RankClients(begun["sockets"], begun["token"])
-        self.bucket = HostBucket(self.manifest.bucket_bytes)
+        self.bucket = Bucket(self.manifest.bucket_bytes)
         self._tensors = dict(tensors)
         self._shared = False
 

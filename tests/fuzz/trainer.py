@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from tests.fuzz.decoder import Decoder, parse, to_frames
 from trainer_bridge.engines import engine_client
 from trainer_bridge.engines.engine_client import EngineError, HTTPEngine
-from trainer_bridge.session.engine_connection import EngineConnection
+from trainer_bridge.session.kept import EngineConnection
 from trainer_bridge.session.update_session import slowest_gpu
 from trainer_bridge.sources.announcement import announced
 from trainer_bridge.transfer.layout import comparable, gpu_of
@@ -89,7 +90,7 @@ def decode_layout(data: bytes) -> None:
         {**comparable(layout, through_host=False, is_remote=False), "gpus": layout["gpus"]}
     )
     sender.plan(NAMED, None, None)
-    sender.kv_scales(torch.ones(2, 2, 1), None)
+    sender.settled([(KV_SCALES, torch.ones(2, 2, 1))], None)
     connection.committed(Policy("run", 0))
 
 

@@ -20,7 +20,7 @@ from tests.sgl_fp8rl.receiver import test_changes, toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import update
 
 Tensor = torch.Tensor
@@ -240,8 +240,8 @@ def test_a_trainer_on_a_gpu_sends_what_changed(
         assert holds(engine, tensors)
         if version:
             assert result.network_bytes < 0.1 * result.bytes
-        image = connection_to(engine).image
-        assert image is not None and all(c.is_cuda for c in image[1]._chunks.values())
+        base = KEPT.connection_to(engine).base
+        assert base is not None and all(c.is_cuda for c in base.image._chunks.values())
         if fails:
             named[toy.FP8_NAMES[0]].view(-1)[0] = torch.nan
             with pytest.raises(EngineError, match="NaN"):

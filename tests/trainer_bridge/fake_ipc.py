@@ -6,7 +6,6 @@ a number: descriptors are used again, and engines of an earlier job may still ha
 
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Iterable
 from itertools import count
@@ -32,7 +31,6 @@ from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from trainer_bridge.session import transaction
 from trainer_bridge.shards import placed_shards, shard_codes
 from trainer_bridge.transport import bucket, cuda_ipc
-from trainer_bridge.transport.cuda_ipc import DeviceBucket
 from trainer_bridge.ways import sender
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
@@ -102,20 +100,14 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     """Have trainer and engine of this process take such memory for their GPUs'."""
     memories = Memories()
 
-    class FileBucket(DeviceBucket):
-        def __init__(self, nbytes: int, device: torch.device) -> None:
-            self.content = memories.allocate(nbytes)
-            self.name = secrets.token_hex(16)
-            self._handle = memories.export(self.content.data_ptr())
-
-        def close(self) -> None:  # type: ignore[override]
-            memories.free(self.content.data_ptr())
-
     class FileMemory:
         """``cuda_memory.DeviceMemory``."""
 
         def __init__(self, nbytes: int, device: int) -> None:
             self.tensor = memories.allocate(nbytes)
+
+        def handle(self) -> Handle:
+            return memories.export(self.tensor.data_ptr())
 
         def close(self) -> None:
             memories.free(self.tensor.data_ptr())
@@ -135,7 +127,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     patch.setattr(placed_shards, "can_be_mapped", memories.holds)
     patch.setattr(sender, "can_be_mapped", lambda tensor: False)
     patch.setattr(shard_codes, "DeviceMemory", FileMemory)
-    patch.setattr(bucket, "DeviceBucket", FileBucket)
+    patch.setattr(bucket, "DeviceMemory", FileMemory)
     patch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     patch.setattr(torch.cuda, "synchronize", lambda device: None)
     patch.setattr(torch.cuda, "current_stream", lambda device: FakeEvent(enable_timing=True))

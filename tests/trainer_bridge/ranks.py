@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer_bridge.session import connections
+from trainer_bridge.session.kept import KEPT
 
 JOIN_S = 150.0
 """Seconds that a job may take, on a busy machine and with the imports of its processes."""
@@ -143,7 +143,7 @@ def _end_threads() -> None:
     """End the connections, and with them the threads of engines in this process: torch aborts a
     process ("terminate called without an active exception") one of whose threads is inside of
     torch when the interpreter ends."""
-    connections.close_all()
+    KEPT.close_all()
     deadline = time.monotonic() + THREADS_S
     for thread in threading.enumerate():
         if thread is not threading.current_thread():

@@ -21,7 +21,7 @@ from trainer_bridge.chain import ChainError, ChainPublisher, follow
 from trainer_bridge.engines.engine_client import connect
 from trainer_bridge.rollouts.sampling import check_sampling, read_sampling
 from trainer_bridge.session.participant import check_required
-from trainer_bridge.updates.agreement import ask
+from trainer_bridge.updates.update import ask
 
 ROWS = [[1, 2], [3, 4]]
 BATCHES: list[Any] = [

@@ -13,7 +13,7 @@ from tests.trainer_bridge.test_far_engine import remote_engine
 from tests.trainer_bridge.test_transaction import serves
 from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.session import keep_alive, participant
+from trainer_bridge.session import participant
 from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,7 +28,7 @@ KEEP_ALIVE_S = 0.2
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(participant, "STEP_TIMEOUT_S", STEP_S)
-    monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", KEEP_ALIVE_S)
+    monkeypatch.setattr(participant, "KEEP_ALIVE_S", KEEP_ALIVE_S)
 
 
 class Slow(FakeEngine):
@@ -88,7 +88,7 @@ def test_without_word_of_the_trainer_they_do_not_wait(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests above."""
-    monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", 60.0)
+    monkeypatch.setattr(participant, "KEEP_ALIVE_S", 60.0)
     engines[0].silence_s = 1.0
     engines[1].takes_s = SILENCE_S + 1.0  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="engine 0: "):

@@ -1,19 +1,28 @@
 """What every way to share a bucket must do: the same tests for each of them."""
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.receiver.relay.memory import RelayMemory
 from sgl_fp8rl.receiver.relay.relay import Relay
 from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory
 from tests.trainer_bridge import fake_ipc
 from tests.trainer_bridge.fake_rank import TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.transport.bucket import Bucket, bucket_on
-from trainer_bridge.transport.rank_client import Content, EngineRanks, RankClients
+from trainer_bridge.transport import bucket as bucket_module
+from trainer_bridge.transport.bucket import Bucket
+from trainer_bridge.transport.rank_client import (
+    Content,
+    EngineRanks,
+    RankClients,
+    UnreachableMemoryError,
+)
 from trainer_bridge.transport.relay_client import RelayClient
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,7 +45,7 @@ class Way:
         self._kept: EngineRanks | None = None
 
     def bucket(self, nbytes: int = NBYTES) -> Bucket:
-        return bucket_on(self.device, nbytes)
+        return Bucket(nbytes, self.device)
 
     def rank(self, folder: Path, *args: Answer, sessions: int = 1) -> Rank:
         made = Rank(folder, *args, sessions=sessions)
@@ -155,3 +164,31 @@ def test_a_rank_that_cannot_open_it(tmp_path: Path, way: Way, filled: Make, answ
     connected.close()
     for rank in ranks:
         rank.join()
+
+
+def test_buckets_of_one_handle_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(
+        close=lambda: None,
+        handle=lambda: Handle("ab" * 64, NBYTES, fake_ipc.GPU),
+        tensor=torch.empty(NBYTES, dtype=torch.uint8),
+    )
+    monkeypatch.setattr(bucket_module, "DeviceMemory", lambda nbytes, device: memory)
+    first, second = (Bucket(NBYTES, torch.device("cuda", 0)) for _ in range(2))
+    assert first._message["handle"] == second._message["handle"]
+    assert first.name != second.name
+
+
+def test_a_bucket_on_a_system_without_cuda_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is freed, and the caller may turn to host memory."""
+    closed = []
+
+    def refuse() -> Handle:
+        raise CudaMemoryError("not supported")
+
+    memory = SimpleNamespace(close=lambda: closed.append(True), handle=refuse, tensor=None)
+    monkeypatch.setattr(bucket_module, "DeviceMemory", lambda nbytes, device: memory)
+    with pytest.raises(UnreachableMemoryError, match="not supported") as refused:
+        Bucket(NBYTES, torch.device("cuda", 0))
+    del refused
+    gc.collect()
+    assert closed == [True]

@@ -30,6 +30,7 @@ from trainer_bridge.chain import publisher as publisher_module
 from trainer_bridge.chain.disk import LOCK
 from trainer_bridge.chain.index import INDEX, Link, read_index, write_index
 from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.kept import KEPT
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -266,7 +267,7 @@ def test_a_status_that_says_too_little_is_named(
     engine, follower = trained(), ChainFollower(tmp_path / "chain")
     follower.advance()
     client = SimpleNamespace(control=lambda *_: {"ok": True, "run": "r", "version": 0})
-    monkeypatch.setattr(follower_module, "connection_to", lambda _: SimpleNamespace(client=client))
+    monkeypatch.setattr(KEPT, "connection_to", lambda _: SimpleNamespace(client=client))
     with pytest.raises(EngineError, match="its state"):
         follower.serve([engine])
 

@@ -15,8 +15,7 @@ from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up
 from tests.trainer_bridge.test_update import engine_of, holds
-from trainer_bridge.session import connections as connection_module
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transport.rank_client import RankClients
 from trainer_bridge.updates.update import update
 
@@ -59,7 +58,7 @@ def test_a_trainer_that_died_leaves_nothing_open() -> None:
     """The kernel closes its sockets; nothing else tells the engine."""
     engine, tensors = engine_of(2), toy.checkpoint()
     update(tensors, engine, version=0)
-    connection = connection_to(engine)
+    connection = KEPT.connection_to(engine)
     assert connection._ranks is not None
     connection._ranks.close()
     for weights in engine.ranks:
@@ -75,8 +74,8 @@ def test_a_trainer_that_died_leaves_nothing_open() -> None:
 def test_the_trainer_of_the_last_update_is_the_one_that_counts() -> None:
     engine = engine_of(1)
     update(toy.checkpoint(), engine, version=0)
-    first = connection_to(engine)
-    del connection_module._of_objects[id(engine)]  # as in another process
+    first = KEPT.connection_to(engine)
+    del KEPT._of_objects[id(engine)]  # as in another process
     update(toy.checkpoint(1), engine, version=1)
     with looping(engine):
         first.close()
@@ -88,7 +87,7 @@ def test_the_trainer_of_the_last_update_is_the_one_that_counts() -> None:
 def test_close_returns_when_every_rank_has_let_go() -> None:
     engine = engine_of(2)
     update(toy.checkpoint(), engine, version=0)
-    sender = connection_to(engine).sender
+    sender = KEPT.connection_to(engine).sender
     assert sender is not None
     bucket = sender._bucket
     assert bucket is not None and bucket.close.alive
@@ -104,7 +103,7 @@ def test_close_returns_when_every_rank_has_let_go() -> None:
 def test_a_rank_that_is_busy_does_not_hold_the_trainer() -> None:
     engine = engine_of(2)
     update(toy.checkpoint(), engine, version=0)
-    connection_to(engine).close(timeout_s=0.2)  # no rank looks
+    KEPT.connection_to(engine).close(timeout_s=0.2)  # no rank looks
     assert opened(engine) == [1, 1]
     for weights in engine.ranks:
         weights.memory.close_if_orphaned()
@@ -122,36 +121,36 @@ def test_ranks_that_are_gone_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_closed_connections_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = connection_to("http://a:1")
+    monkeypatch.delenv("FP8RL_KEY", raising=False)
+    other, closed = KEPT.connection_to("http://a:1"), []
     for key in ("first", "second"):
         monkeypatch.setenv("FP8RL_KEY", key)
-        connection_to("http://b:1")
+        closed.append(KEPT.connection_to("http://b:1"))
     trainer_bridge.close("http://b:1")
-    assert list(connection_module._connections.values()) == [kept]
+    assert KEPT.connection_to("http://b:1") not in closed
+    monkeypatch.delenv("FP8RL_KEY")
+    assert KEPT.connection_to("http://a:1") is other
 
 
 @pytest.mark.parametrize("engine", ["http://nobody:1", None, object()])
 def test_what_was_never_updated_can_be_closed(engine: Any) -> None:
     trainer_bridge.close(engine)
-    assert connection_module._connections == {}
+    assert KEPT.is_empty
 
 
 @pytest.mark.parametrize("run", ["of one test", "of the next test"])
 def test_tests_share_no_engine(run: str) -> None:
     """By such a one, a rollout of another test was refused, whose engine had got its port."""
-    assert connection_module._connections == {}
-    connection_to("http://127.0.0.1:1").policy = Policy(run, 0)
+    assert KEPT.is_empty
+    KEPT.connection_to("http://127.0.0.1:1").policy = Policy(run, 0)
 
 
-def test_at_exit_every_engine_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_exit_every_engine_lets_go() -> None:
     engines = [engine_of(1), engine_of(1)]
     for engine in engines:
         update(toy.checkpoint(), engine, version=0)
-    # of this test alone: connections of earlier tests may not be collected yet, and nobody answers
-    monkeypatch.setattr(connection_module, "_alive", [connection_to(each) for each in engines])
-    monkeypatch.setattr(connection_module, "EXIT_TIMEOUT_S", 60.0)
     with looping(engines[0]), looping(engines[1]):
-        connection_module.close_all()
+        KEPT.close_all(timeout_s=60.0)
         assert [opened(engine) for engine in engines] == [[0], [0]]
 
 
@@ -160,9 +159,6 @@ def test_at_exit_no_engine_waits_for_a_busy_one(monkeypatch: pytest.MonkeyPatch)
     busy, *engines = (engine_of(1) for _ in range(3))
     for engine in (busy, *engines):
         update(toy.checkpoint(), engine, version=0)
-    monkeypatch.setattr(
-        connection_module, "_alive", [connection_to(engine) for engine in (busy, *engines)]
-    )
     let_go = threading.Event()
 
     class Waited:
@@ -179,6 +175,6 @@ def test_at_exit_no_engine_waits_for_a_busy_one(monkeypatch: pytest.MonkeyPatch)
 
         close = hang_up
 
-    monkeypatch.setattr(connection_to(busy), "_ranks", Waited())
-    connection_module.close_all()
+    monkeypatch.setattr(KEPT.connection_to(busy), "_ranks", Waited())
+    KEPT.close_all()
     assert let_go.is_set()

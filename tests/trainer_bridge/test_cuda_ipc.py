@@ -1,23 +1,19 @@
 """Where parameters lie, as an engine is told; the driver's part is tested in ``tests/gpu``."""
 
-import gc
 from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sgl_fp8rl.protocol.chunks import Piece
-from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
+from sgl_fp8rl.protocol.cuda_memory import Handle
 from trainer_bridge.transport import cuda_ipc
 from trainer_bridge.transport.cuda_ipc import (
-    DeviceBucket,
     Placement,
     placement_of,
     segments_message,
 )
-from trainer_bridge.transport.rank_client import UnreachableMemoryError
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 ALLOCATION = 1 << 12
@@ -140,31 +136,3 @@ def test_its_name_changes_with_what_is_told() -> None:
 
 def test_two_placements_have_two_seeds(driver: Driver) -> None:
     assert placed(at(ALLOCATION)).seed != placed(at(ALLOCATION)).seed
-
-
-def test_buckets_of_one_handle_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SimpleNamespace(
-        close=lambda: None,
-        handle=lambda: Handle("ab" * 64, ALLOCATION, GPU),
-        tensor=torch.empty(ALLOCATION, dtype=torch.uint8),
-    )
-    monkeypatch.setattr(cuda_ipc, "DeviceMemory", lambda nbytes, device: memory)
-    first, second = (DeviceBucket(ALLOCATION, torch.device("cuda", 0)) for _ in range(2))
-    assert first._handle == second._handle
-    assert first.name != second.name
-
-
-def test_a_bucket_on_a_system_without_cuda_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is freed, and the caller may turn to host memory."""
-    closed = []
-
-    def refuse() -> Handle:
-        raise CudaMemoryError("not supported")
-
-    memory = SimpleNamespace(close=lambda: closed.append(True), handle=refuse, tensor=None)
-    monkeypatch.setattr(cuda_ipc, "DeviceMemory", lambda nbytes, device: memory)
-    with pytest.raises(UnreachableMemoryError, match="not supported") as refused:
-        DeviceBucket(ALLOCATION, torch.device("cuda", 0))
-    del refused
-    gc.collect()
-    assert closed == [True]

@@ -11,13 +11,11 @@ import torch
 from sgl_fp8rl.protocol.policy import Policy
 from tests.trainer_bridge.test_sender import BUCKET_BYTES, GPU, layout
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.session import connections
-from trainer_bridge.session.connections import connection_to
-from trainer_bridge.session.engine_connection import EngineConnection
+from trainer_bridge.session.kept import KEPT, EngineConnection
 from trainer_bridge.session.participant import participants_of
 from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.layout import gpu_of
-from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(60)
@@ -78,7 +76,7 @@ def test_an_engine_that_did_not_serve_is_asked_again_after_its_first_update() ->
 def test_a_failure_frees_the_memory_that_no_other_engine_has_open() -> None:
     one, two = EngineConnection(Client()), EngineConnection(Client())
     sender = Sender(one.layout())
-    bucket = sender._bucket = HostBucket(64)
+    bucket = sender._bucket = Bucket(64)
     for connection in (one, two):
         connection.use(sender)
     one.forget()
@@ -92,13 +90,13 @@ def test_a_failure_frees_the_memory_that_no_other_engine_has_open() -> None:
 
 def test_an_address_has_one_link_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FP8RL_KEY", raising=False)
-    first = connection_to("http://a:1")
-    assert connection_to("http://a:1") is first
-    assert connection_to("http://a:2") is not first
+    first = KEPT.connection_to("http://a:1")
+    assert KEPT.connection_to("http://a:1") is first
+    assert KEPT.connection_to("http://a:2") is not first
     monkeypatch.setenv("FP8RL_KEY", "secret")
-    with_key = connection_to("http://a:1")
+    with_key = KEPT.connection_to("http://a:1")
     assert with_key is not first
-    assert connection_to("http://a:1") is with_key
+    assert KEPT.connection_to("http://a:1") is with_key
 
 
 @pytest.mark.parametrize(
@@ -112,20 +110,20 @@ def test_an_address_has_one_link_for_each_key(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_an_address_is_the_same_in_every_spelling(address: str, others: list[str]) -> None:
     """Each link would have a bucket of memory of its own."""
-    connection = connection_to(address)
-    assert [connection_to(other) for other in others] == [connection] * len(others)
+    connection = KEPT.connection_to(address)
+    assert [KEPT.connection_to(other) for other in others] == [connection] * len(others)
     # the controls: another path, port, scheme or name of the same host
     different = ["https://host/path", "http://host:443", "http://host:30000", "http://127.0.0.1"]
-    assert connection not in [connection_to(other) for other in different]
-    connections.close(others[0])
-    assert connection_to(address) is not connection
+    assert connection not in [KEPT.connection_to(other) for other in different]
+    KEPT.close(others[0])
+    assert KEPT.connection_to(address) is not connection
 
 
 def test_an_engine_has_one_link_that_ends_with_it() -> None:
     engine, other = Client(), Client()
-    connection = connection_to(engine)
-    assert connection_to(engine) is connection
-    assert connection_to(other) is not connection
+    connection = KEPT.connection_to(engine)
+    assert KEPT.connection_to(engine) is connection
+    assert KEPT.connection_to(other) is not connection
     gone = weakref.ref(connection)
     del connection
     gc.collect()
@@ -133,7 +131,7 @@ def test_an_engine_has_one_link_that_ends_with_it() -> None:
     del engine
     gc.collect()
     assert gone() is None
-    assert id(other) in connections._of_objects
+    assert id(other) in KEPT._of_objects
 
 
 class InProcess:
@@ -148,13 +146,13 @@ class InProcess:
 
 def test_nothing_is_written_into_an_engine() -> None:
     engine, other = InProcess(), InProcess()
-    connection = connection_to(engine)
+    connection = KEPT.connection_to(engine)
     assert connection.layout()["state"] == "serving"
-    assert connection_to(other) is not connection
+    assert KEPT.connection_to(other) is not connection
     assert vars(engine) == {}
-    connections.close(engine)
-    assert id(engine) not in connections._of_objects
-    assert connection_to(engine) is not connection
+    KEPT.close(engine)
+    assert id(engine) not in KEPT._of_objects
+    assert KEPT.connection_to(engine) is not connection
 
 
 def test_an_engine_lives_as_long_as_its_update() -> None:
@@ -174,8 +172,8 @@ def test_an_engine_lives_as_long_as_its_update() -> None:
 )
 def test_what_is_no_engine(engine: Any, name: str) -> None:
     with pytest.raises(EngineError, match=f"{name}.*http://"):
-        connection_to(engine)
-    assert connections._connections == {}
+        KEPT.connection_to(engine)
+    assert KEPT.is_empty
 
 
 # -- through which GPU

@@ -23,7 +23,7 @@ from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import participant, transaction
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.sources.parameters import Source
 from trainer_bridge.transfer import packer
 from trainer_bridge.transport import rank_client
@@ -62,7 +62,7 @@ def holds(engine: FakeEngine, tensors: toy.Tensors) -> bool:
 
 def hang_up(engine: FakeEngine) -> None:
     """Let go of an engine; what its host made for this trainer is gone then."""
-    connection_to(engine).hang_up()
+    KEPT.connection_to(engine).hang_up()
     engine.relays.clear()
     deadline = time.monotonic() + GONE_S
     while engine.memories.by_name:
@@ -169,10 +169,10 @@ def test_engines_of_several_hosts_share_what_is_sent() -> None:
         engine.visible_gpus = [f"GPU {number}"]
     for version in range(2):
         update(step(toy.checkpoint(0), version), engines, version=version)
-    connections = [connection_to(engine) for engine in engines]
+    connections = [KEPT.connection_to(engine) for engine in engines]
     assert len({id(connection.sender) for connection in connections}) == 1
-    images = [connection.image for connection in connections]
-    assert images[0] is not None and images[0] == images[1]
+    bases = [connection.base for connection in connections]
+    assert bases[0] is not None and bases[0] is bases[1]
     assert all(holds(engine, step(toy.checkpoint(0), 1)) for engine in engines)
 
 
@@ -418,11 +418,11 @@ def test_a_whole_update_frees_the_image_of_the_last_one() -> None:
     engine, away = (remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2))
     tensors = toy.checkpoint(0)
     update(tensors, [engine, away], version=0)
-    last = connection_to(away).image
-    assert last is not None and last[1]._chunks
+    last = KEPT.connection_to(away).base
+    assert last is not None and last.image._chunks
     forget(engine)
     update(tensors, engine, version=1)
-    assert not last[1]._chunks  # though the other engine was not asked
+    assert not last.image._chunks  # though the other engine was not asked
     tensors = step(tensors, 2)
     update(tensors, [engine, away], version=2)
     assert holds(engine, tensors) and holds(away, tensors)
@@ -433,11 +433,11 @@ def test_the_changes_of_another_trainer_are_not_taken_for_ours() -> None:
     engine = remote_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
-    connection = connection_to(engine)
-    mine, connection.image = connection.image, None  # another process begins without any
+    connection = KEPT.connection_to(engine)
+    mine, connection.base = connection.base, None  # another process begins without any
     assert mine is not None
     update(toy.checkpoint(5), engine, version=1)
-    connection.image = mine
+    connection.base = mine
     tensors = step(tensors, 1)
     result = update(tensors, engine, version=2)
     assert result.network_bytes >= result.bytes
@@ -450,7 +450,7 @@ def test_an_image_that_is_too_large_is_not_kept() -> None:
         result = update(toy.checkpoint(version), engine, version=version)
         assert result.network_bytes >= result.bytes
         assert holds(engine, toy.checkpoint(version))
-    assert connection_to(engine).image is None
+    assert KEPT.connection_to(engine).base is None
 
 
 @pytest.mark.parametrize(
@@ -665,13 +665,13 @@ def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.Monkey
 def test_a_trainer_keeps_no_image_that_no_engine_keeps() -> None:
     engine = remote_engine(1, SMALL, IMAGE_BYTES)
     update(toy.checkpoint(0), engine, version=0)
-    assert connection_to(engine).image is not None
+    assert KEPT.connection_to(engine).base is not None
     engine.memories.most_image_bytes = 1000  # restarted with less
     update(toy.checkpoint(1), engine, version=1)
-    assert connection_to(engine).image is None
+    assert KEPT.connection_to(engine).base is None
     engine.memories.most_image_bytes = IMAGE_BYTES
     update(toy.checkpoint(2), engine, version=2)
-    assert connection_to(engine).image is not None
+    assert KEPT.connection_to(engine).base is not None
     engine.memories.most_image_bytes = 0
     update(toy.checkpoint(3), engine, version=3)
-    assert connection_to(engine).image is None
+    assert KEPT.connection_to(engine).base is None

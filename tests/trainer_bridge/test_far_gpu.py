@@ -18,11 +18,11 @@ from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remo
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import transaction
-from trainer_bridge.session.connections import connection_to
-from trainer_bridge.transfer.image_changes import ImageChanges
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.packer import QuantizePacker
-from trainer_bridge.transport import cuda_ipc
+from trainer_bridge.transport import bucket
 from trainer_bridge.updates.update import update
+from trainer_bridge.ways.changes import Changes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,7 +41,7 @@ class Memory(FakeDeviceMemory):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's."""
     monkeypatch.setattr(Memory, "made", [])
-    monkeypatch.setattr(cuda_ipc, "DeviceMemory", Memory)
+    monkeypatch.setattr(bucket, "DeviceMemory", Memory)
     monkeypatch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
@@ -49,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def packers(engine: FakeEngine) -> list[type]:
-    sender = connection_to(engine).sender
+    sender = KEPT.connection_to(engine).sender
     assert sender is not None and sender._packer is not None
     return [type(sender._packer[2])]
 
@@ -83,13 +83,13 @@ def test_an_update_that_does_not_commit_leaves_the_image() -> None:
     tensors = toy.checkpoint(0)
     for version in range(3):
         update(step(tensors, version), engine, version=version)
-    kept = connection_to(engine).image
+    kept = KEPT.connection_to(engine).base
     bad = {name: tensor.clone() for name, tensor in step(tensors, 3).items()}
     bad[toy.FP8_NAMES[0]].view(-1)[0] = torch.nan
     with pytest.raises(EngineError, match="NaN"):
         update(bad, engine, version=3)
     assert {weights.state for weights in engine.ranks} == {State.SERVING}, "nothing was written"
-    assert connection_to(engine).image == kept
+    assert KEPT.connection_to(engine).base == kept
     result = update(step(tensors, 4), engine, version=4)
     assert holds(engine, step(tensors, 4))
     assert result.network_bytes < 0.1 * result.bytes
@@ -106,9 +106,9 @@ def test_an_image_that_the_gpu_has_no_room_for_fails_no_update(
 
     update(tensors, engine, version=0)
     with monkeypatch.context() as patch:
-        patch.setattr(ImageChanges, "commit", full)
+        patch.setattr(Changes, "commit", full)
         update(step(tensors, 1), engine, version=1)
-    assert holds(engine, step(tensors, 1)) and connection_to(engine).image is None
+    assert holds(engine, step(tensors, 1)) and KEPT.connection_to(engine).base is None
     assert "--fp8rl-image-bytes" in caplog.text
     for version in (2, 3):
         result = update(step(tensors, version), engine, version=version)

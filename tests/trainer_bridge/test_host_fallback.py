@@ -18,14 +18,17 @@ from sgl_fp8rl.receiver.writers.shared_memory import Bucket, SharedMemory, Share
 from tests.sgl_fp8rl.protocol.test_cuda_memory import GPU, FakeDriver
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
 from tests.trainer_bridge.test_update import holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import transaction
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.layout import comparable
-from trainer_bridge.transport.cuda_ipc import DeviceBucket, placement_of
+from trainer_bridge.transport import bucket
+from trainer_bridge.transport.cuda_ipc import placement_of
 from trainer_bridge.updates.update import update
 from trainer_bridge.ways import sender as sender_module
+from trainer_bridge.ways.in_place import Parameters
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(120)
@@ -52,16 +55,11 @@ class GpuEngine(FakeEngine):
         return {**reply, "gpus": [GPU] * TP} if message["op"] == "layout" else reply
 
 
-class PlainBucket(DeviceBucket):
-    """A bucket of the trainer's GPU, as far as ranks hear of it."""
+class PlainMemory(FakeDeviceMemory):
+    """Memory of the trainer's GPU, as far as ranks hear of it."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.content = torch.empty(nbytes, dtype=torch.uint8)
-        self.name = "on the GPU"
-        self._handle = Handle("ab" * 64, nbytes, GPU)
-
-    def close(self) -> None:  # type: ignore[override]
-        pass
+    def handle(self) -> Handle:
+        return Handle("ab" * 64, self.tensor.numel(), GPU)
 
 
 @pytest.fixture
@@ -76,7 +74,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(sender_module, "can_be_mapped", lambda tensor: True)
-    monkeypatch.setattr("trainer_bridge.transport.bucket.DeviceBucket", PlainBucket)
+    monkeypatch.setattr(bucket, "DeviceMemory", PlainMemory)
     yield fake
     for cache in (*caches, cuda_memory.gpu_uuid):
         cache.cache_clear()
@@ -110,11 +108,11 @@ def test_a_bucket_that_no_rank_can_open(
 def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     """The other rank lets go of what it opened."""
     engine, tensors = GpuEngine(), toy.checkpoint()
-    connection = connection_to(engine)
+    connection = KEPT.connection_to(engine)
     layout = connection.layout()
     gpus = {"gpus": sorted({*layout["gpus"]}), "visible_gpus": []}
     sender = Sender({**comparable(layout, through_host=False, is_remote=False), **gpus})
-    sender._in_place._placement = placement_of(list(tensors.values()))
+    vars(sender.ways[Parameters])["_placement"] = placement_of([*tensors.values()])
     connection.use(sender)
     opened = driver._cuIpcOpenMemHandle_v2
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.rank_client import RankClients
 
 pytestmark = pytest.mark.timeout(60)
@@ -20,8 +20,8 @@ NBYTES = 8192
 
 
 @pytest.fixture
-def bucket() -> Iterator[HostBucket]:
-    bucket = HostBucket(NBYTES)
+def bucket() -> Iterator[Bucket]:
+    bucket = Bucket(NBYTES)
     yield bucket
     bucket.close()
 
@@ -30,7 +30,7 @@ def connect(ranks: list[Rank]) -> RankClients:
     return RankClients([rank.path for rank in ranks], TOKEN)
 
 
-def session(bucket: HostBucket, ranks: list[Rank]) -> None:
+def session(bucket: Bucket, ranks: list[Rank]) -> None:
     """One session of a trainer that shares its bucket and sends a chunk."""
     connected = connect(ranks)
     bucket.share(connected)
@@ -59,12 +59,12 @@ class Held:
         return (self.descriptors - before.descriptors).total(), (self.maps - before.maps).total()
 
 
-def test_its_size_is_sealed(bucket: HostBucket) -> None:
+def test_its_size_is_sealed(bucket: Bucket) -> None:
     """A rank that reads past a new end would fault; the control is memory that is not sealed."""
     for size in (NBYTES // 2, 0, 2 * NBYTES):
         with pytest.raises(PermissionError):
-            os.ftruncate(bucket._memory.fd, size)
-    assert os.fstat(bucket._memory.fd).st_size == NBYTES
+            os.ftruncate(bucket._fds[0], size)
+    assert os.fstat(bucket._fds[0]).st_size == NBYTES
     control = os.memfd_create("control")
     os.ftruncate(control, NBYTES)
     os.ftruncate(control, 0)
@@ -74,7 +74,7 @@ def test_its_size_is_sealed(bucket: HostBucket) -> None:
 @pytest.mark.parametrize("closes", [True, False])
 def test_it_is_freed_with_its_owner(closes: bool) -> None:
     before = Held()
-    bucket = HostBucket(NBYTES)
+    bucket = Bucket(NBYTES)
     assert Held().since(before) == (2, 1)  # Python's mmap has a descriptor of its own
     if closes:
         bucket.close()
@@ -86,7 +86,7 @@ def test_it_is_freed_with_its_owner(closes: bool) -> None:
 
 def test_a_rank_reads_on_when_the_owner_is_gone(tmp_path: Path) -> None:
     """What a trainer's end leaves to a rank that is in the middle of a chunk."""
-    rank, bucket = Rank(tmp_path), HostBucket(NBYTES)
+    rank, bucket = Rank(tmp_path), Bucket(NBYTES)
     bucket.content.fill_(5)
     session(bucket, [rank])
     rank.join()
@@ -99,5 +99,5 @@ def test_a_rank_reads_on_when_the_owner_is_gone(tmp_path: Path) -> None:
 def test_memory_that_no_machine_has() -> None:
     before = Held()
     with pytest.raises(EngineError, match=str(1 << 62)):
-        HostBucket(1 << 62)
+        Bucket(1 << 62)
     assert Held().since(before) == (0, 0)

@@ -17,7 +17,7 @@ from sgl_fp8rl.receiver.kv.scales import Heads, KVScales
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from tests.trainer_bridge.test_fsdp import failure, run
 from trainer_bridge.kv.kv_calibrator import KVCalibrator
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(60)
@@ -62,7 +62,7 @@ class Engine:
 
     def received(self, update: int) -> torch.Tensor:
         """The KV scales of one update of a single chunk, where they lie behind the weights."""
-        sender = connection_to(self).sender
+        sender = KEPT.connection_to(self).sender
         assert sender is not None
         plans = sender._plans.values()
         slices = [

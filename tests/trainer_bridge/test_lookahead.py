@@ -1,7 +1,7 @@
 """Work that is some steps ahead of its results."""
 
 from sgl_fp8rl.protocol.image import Steps
-from trainer_bridge.lookahead import Lookahead
+from trainer_bridge.ways.chunks import Lookahead
 
 
 def test_results_come_in_order_and_as_soon_as_they_are_there() -> None:
@@ -22,11 +22,3 @@ def test_results_come_in_order_and_as_soon_as_they_are_there() -> None:
     assert done[3:] == ["d0", "c1"], "what can be queued is, before anything is waited for"
     assert list(ahead.drain()) == ["c", "d"]
     assert list(ahead.drain()) == []
-
-
-def test_what_does_not_wait_is_done_at_once() -> None:
-    def work() -> Steps[int]:
-        return 7
-        yield
-
-    assert list(Lookahead[int]().push(work())) == [7]

@@ -29,7 +29,7 @@ from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.sgl_fp8rl.receiver.fake_gpu import span_of
 from tests.trainer_bridge import fake_ipc, ranks
 from trainer_bridge.ranks.collective import Leader
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.shards import placed_shards
 from trainer_bridge.shards.placed_shards import PlacedShards, ShardRegistry, Shards
 from trainer_bridge.sources.parameters import Named
@@ -322,7 +322,7 @@ def of_a_gpu_that_cannot_be_opened(rank: int, folder: Path) -> None:
             assert engine is None or engine.holds(tensors)
             assert result.mapped_bytes == 0
         if engine is not None:
-            assert not connection_to(engine).through_host
+            assert not KEPT.connection_to(engine).through_host
 
 
 def to_an_engine_that_was_restarted(rank: int, folder: Path) -> None:

@@ -13,13 +13,13 @@ from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge.chain.disk import ChainError
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.rank_values import pack, unpack
-from trainer_bridge.session.part_sender import Relay, Sent
 from trainer_bridge.session.transaction import Begun, MissedCommitError
 from trainer_bridge.shards.placed_shards import CodesWanted, PlacedShards
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 from trainer_bridge.updates import shared_sending
-from trainer_bridge.updates.agreement import PolicyRequest
+from trainer_bridge.updates.shared_sending import Relay, Sent
+from trainer_bridge.updates.update import PolicyRequest
 
 POLICY = Policy("run", 3)
 PLACEMENT = Placement((1,), (2,), (Handle("ab", 8, "GPU-1"),), ((0, 4),), "seed")
@@ -31,7 +31,7 @@ VALUES = [
     PlacedShards(here(), ((0, 4), None), {0: 0}, PLACEMENT),
     Begun(POLICY, True, [LAYOUT], {"engine 1": "gone"}, [[True]], False, True, False),
     (Sent(None, {"http://a": "late"}, 7), Relay({"host": "a", "port": 1}, "token", 2.0)),
-    shared_sending.Offer(2, {}, LAYOUT, "f", 256, 4, "block-fp8", None, ("", "a")),
+    shared_sending.Offer(2, {}, LAYOUT, "f", [], ("", "a")),
 ]
 
 

@@ -14,7 +14,7 @@ from tests.trainer_bridge.test_rollout import FakeEngine, FakeMoE, Reply
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.rollouts.replies import read_reply
 from trainer_bridge.rollouts.rollout import rollout
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 
 PROMPTS = [[5], [6], [7]]
 BROKEN = 1
@@ -186,7 +186,7 @@ def test_a_reply_that_breaks_the_contract_loses_one_sample(
     broken: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = BrokenEngine(broken)
-    connection_to(engine).policy = Policy("a", 3)
+    KEPT.connection_to(engine).policy = Policy("a", 3)
     result = rollout(engine, PROMPTS, {}, expected_version=3, routed_experts=True)
     assert list(result.errors) == [BROKEN]
     check_sentence(result.errors[BROKEN])

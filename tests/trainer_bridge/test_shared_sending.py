@@ -36,17 +36,19 @@ from tests.trainer_bridge.test_far_engine import (
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
 from tests.trainer_bridge.test_killed_follower import AFTER, Watched
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
+from tests.trainer_bridge.test_sender import layout
 from trainer_bridge import update
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.session import keep_alive, part_sender
-from trainer_bridge.session.part_sender import PartSender, Relay, Sent
-from trainer_bridge.sources.parameters import sources
-from trainer_bridge.transfer import layout
+from trainer_bridge.session.kept import KEPT
+from trainer_bridge.sources.parameters import Named, sources
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
-from trainer_bridge.transport import cuda_ipc
+from trainer_bridge.transport import bucket
 from trainer_bridge.transport.relay_client import RelayClient
-from trainer_bridge.updates.shared_sending import is_on_all
+from trainer_bridge.updates import shared_sending
+from trainer_bridge.updates.shared_sending import Offer, Part, Relay, Sent, is_on_all
+from trainer_bridge.ways import carriers
+from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -99,7 +101,7 @@ def in_turn(engines: list[str]) -> None:
 def only_what_changed(rank: int, engine: str) -> None:
     for version in range(LAST + 1):
         if version == 3 and rank == 2:  # as after a restart
-            part_sender.IMAGES = part_sender.Images()
+            KEPT.bases.forget()
         result = update(toy_trainer(step_of(version)), engine, version=version)
         part = result.network_bytes / result.bytes
         low, high = [(0.9, 2.0), (0, 0.1), (0, 0.1), (0.1, 0.9), (0, 0.1)][version]
@@ -145,7 +147,7 @@ def behind_a_firewall(rank: int, engine: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(PartSender, "__init__", refuse)
+            patch.setattr(Part, "__init__", refuse)
         sent = sent_by(patch)
         update(toy_trainer(toy.checkpoint(0)), engine, version=0)
         assert bool(sent) == (rank == 0)
@@ -188,7 +190,7 @@ def nan_of_another_rank(rank: int, engines: list[str]) -> None:
 
 def with_small_chunks(patch: pytest.MonkeyPatch) -> None:
     logging.disable(logging.CRITICAL)
-    patch.setattr(layout, "LEAST_CHUNK_BYTES", CHUNK)
+    patch.setattr(carriers, "LEAST_CHUNK_BYTES", CHUNK)
 
 
 def each_way(rank: int, folder: Path, engines: list[str]) -> None:
@@ -249,6 +251,19 @@ class Recorder:
     def wait(self, began: float) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
+
+def offered(named: Named, senders: int, device: torch.device | None) -> tuple[Offer, TransferPlan]:
+    """What the first rank tells the others, and its plan."""
+    formats = {BLOCK_FP8.name: [*toy.FP8_NAMES]}
+    bucket_bytes = CHUNK * SLOTS * senders
+    of_engine = layout(is_remote=True, bucket_bytes=bucket_bytes, formats=formats)
+    plan = Sender(of_engine).plan(named, None, device, ranks=senders)
+    relays = {"engine": Relay({}, "", 1.0)}
+    return Offer(senders, relays, of_engine, plan.manifest.fingerprint, [], ("", "")), plan
+
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("senders", [1, 2, 5])
@@ -257,30 +272,26 @@ def test_all_chunks_together_are_those_of_one_rank(
 ) -> None:
     """KV scales too, which only the first rank of a trainer is given; it hands them on. Host memory
     stands for a GPU's, and torch for its kernel."""
-    monkeypatch.setattr(part_sender, "RelayClient", Recorder)
-    monkeypatch.setattr(cuda_ipc, "DeviceMemory", FakeDeviceMemory)
+    monkeypatch.setattr(shared_sending, "RelayClient", Recorder)
+    monkeypatch.setattr(bucket, "DeviceMemory", FakeDeviceMemory)
     monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
     monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
     device = torch.device("cpu") if on_gpu else None
     monkeypatch.setattr(Recorder, "sent", {})
     scales = torch.rand(2, 2, 4)
     named = [*toy.checkpoint(0).items(), (KV_SCALES, scales)]
-    formats = dict.fromkeys(toy.FP8_NAMES, BLOCK_FP8)
-
-    def plan(slots: int) -> TransferPlan:
-        made = sources(named, None, torch.bfloat16, [KV_SCALES])
-        return TransferPlan(made, [False] * len(named), CHUNK, formats, slots=slots)
-
-    of_all = plan(SLOTS * senders)
-    relays = {"engine": Relay({}, "", 1.0)}
+    monkeypatch.setattr(carriers, "LEAST_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(shared_sending, "gpu_of", lambda named, layout: device)
+    offer, of_all = offered(named, senders, device)
     for number in range(senders):
-        sender = PartSender(
-            of_all, device, torch.bfloat16, number, senders, relays, scales, ("", "")
-        )
-        for index, (_, tensor) in enumerate(named[:-1]):
-            sender.put(index, tensor)
-        assert sender.finish() == Sent(None, {}, 0)
-    alone = plan(len(of_all.chunks))  # a slot for each: nothing is overwritten
+        part = Part(offer, number, named, None)
+        for index, (_, tensor) in enumerate(named):
+            part.put(index, tensor)
+        assert part.finish() == Sent(None, {}, 0)
+        part.close()
+    made, formats = sources(named, None, torch.bfloat16, [KV_SCALES]), of_all.quantized
+    slots = len(of_all.chunks)  # for each one: nothing is overwritten
+    alone = TransferPlan(made, [False] * len(named), CHUNK, formats, slots=slots)
     content = torch.zeros(alone.manifest.bucket_bytes, dtype=torch.uint8)
     packer = HostPacker(alone, content)
     for chunk, index in alone.turns:
@@ -297,13 +308,13 @@ def test_all_chunks_together_are_those_of_one_rank(
 
 def test_a_rank_keeps_nothing_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a garbage collector's help: a part of a bucket is memory that a host may lack."""
-    monkeypatch.setattr(part_sender, "RelayClient", Recorder)
-    made = sources([("w", torch.ones(128, 128))], None, torch.bfloat16)
-    plan = TransferPlan(made, [False], CHUNK)
-    sender = PartSender(plan, None, torch.bfloat16, 0, 1, {}, None, ("", ""))
-    gone = weakref.ref(sender)
-    sender.close()
-    del sender
+    monkeypatch.setattr(shared_sending, "RelayClient", Recorder)
+    named = [("w", torch.ones(128, 128))]
+    offer, _ = offered(named, 1, None)
+    part = Part(offer, 0, named, None)
+    gone = weakref.ref(part)
+    part.close()
+    del part
     assert gone() is None
 
 
@@ -311,7 +322,7 @@ def killed(rank: int, folder: Path, engines: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         with_small_chunks(patch)
         update(toy_trainer(toy.checkpoint(0)), engines, version=0)
-        patch.setattr(keep_alive, "WAIT_S", GIVE_UP_S)
+        patch.setattr(shared_sending, "WAIT_S", GIVE_UP_S)
         if rank == 2:
             patch.setattr(RelayClient, "wait", ranks.die)
         with pytest.raises((EngineError, TimeoutError, RuntimeError)):

@@ -17,11 +17,11 @@ from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_transaction import Dead
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.session.connections import connection_to
-from trainer_bridge.transfer.filler import Filler
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.updates.update import update
+from trainer_bridge.ways.chunks import Chunks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -134,9 +134,9 @@ def test_a_stream_is_planned_as_the_last_one_came() -> None:
     engine = engine_of(1, SMALL)
     for version, seed in enumerate((1, 2, 2)):
         update(iter(shuffled(toy.checkpoint(version), seed)), engine, version=version)
-    sender = connection_to(engine).sender
+    sender = KEPT.connection_to(engine).sender
     assert sender is not None
-    plan = sender.stream_plan(connection_to(engine).client, None, None, None)
+    plan = sender.stream_plan(KEPT.connection_to(engine).client, None, [], None)
     assert list(plan.views) == [name for name, _ in shuffled(toy.checkpoint(), 2)]
 
 
@@ -151,12 +151,12 @@ def test_the_order_may_change_from_one_update_to_the_next() -> None:
 def test_the_plan_of_a_stream_is_kept_until_a_stream_comes_differently() -> None:
     """Also while whole models are sent between streams."""
     engine, tensors = engine_of(1, SMALL), toy.checkpoint()
-    connection = connection_to(engine)
+    connection = KEPT.connection_to(engine)
 
     def planned() -> TransferPlan:
         sender = connection.sender
         assert sender is not None
-        return sender.stream_plan(connection.client, None, None, None)
+        return sender.stream_plan(connection.client, None, [], None)
 
     update(iter(tensors.items()), engine, version=0)
     first = planned()
@@ -179,16 +179,16 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most, self.limit = 0, 1 << 30
-        own = Filler.own
+        own = Chunks.own
 
-        def counted(filler: Filler, index: int) -> None:
-            own(filler, index)
-            held = sum(whole.nbytes for whole in filler._held.values())
+        def counted(chunks: Chunks, index: int) -> None:
+            own(chunks, index)
+            held = sum(whole.nbytes for whole in chunks._held.values())
             self.most = max(self.most, held)
             if held > self.limit:
                 raise MemoryError("no memory")
 
-        monkeypatch.setattr(Filler, "own", counted)
+        monkeypatch.setattr(Chunks, "own", counted)
 
 
 def test_what_is_held_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of,
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.rollouts.serving_engines import serving_engines
 from trainer_bridge.session import participant, transaction
-from trainer_bridge.session.connections import close, connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.update_session import UpdateSession
-from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.rank_client import EngineRanks
 from trainer_bridge.updates.update import RUN, update
 
@@ -70,16 +70,16 @@ def failing_engine() -> FakeEngine:
 
 
 @pytest.fixture
-def buckets(monkeypatch: pytest.MonkeyPatch) -> list[HostBucket]:
+def buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
     """All that are made."""
-    made: list[HostBucket] = []
+    made: list[Bucket] = []
 
-    class Kept(HostBucket):
-        def __init__(self, nbytes: int) -> None:
-            super().__init__(nbytes)
+    class Kept(Bucket):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr("trainer_bridge.transport.bucket.HostBucket", Kept)
+    monkeypatch.setattr("trainer_bridge.ways.carriers.Bucket", Kept)
     return made
 
 
@@ -87,7 +87,7 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> list[HostBucket]:
 
 
 @pytest.mark.guarantee("several-engines", fault="two engines of one and of two ranks")
-def test_engines_of_one_layout_read_one_bucket(buckets: list[HostBucket]) -> None:
+def test_engines_of_one_layout_read_one_bucket(buckets: list[Bucket]) -> None:
     engines = [engine_of(1, SMALL), engine_of(1, SMALL), engine_of(2, SMALL)]
     for version in (0, 3):
         tensors = toy.checkpoint(version)
@@ -102,7 +102,7 @@ def test_engines_of_one_layout_read_one_bucket(buckets: list[HostBucket]) -> Non
     assert len(buckets) == 1
 
 
-def test_engines_of_other_layouts_have_buckets_of_their_own(buckets: list[HostBucket]) -> None:
+def test_engines_of_other_layouts_have_buckets_of_their_own(buckets: list[Bucket]) -> None:
     """One has dummy weights, so it does not know yet what it keeps in FP32."""
     dummy = FakeEngine([EngineWeights(toy.toy(), toy.BF16)])
     engines, tensors = [engine_of(1), dummy, engine_of(2, SMALL)], toy.checkpoint()
@@ -115,16 +115,16 @@ def test_engines_of_other_layouts_have_buckets_of_their_own(buckets: list[HostBu
     assert [bucket.close.alive for bucket in buckets] == [True, False, True]
 
 
-def test_an_engine_that_is_updated_alone_again(buckets: list[HostBucket]) -> None:
+def test_an_engine_that_is_updated_alone_again(buckets: list[Bucket]) -> None:
     """The others keep what they have open until they are closed."""
     engines = [engine_of(1), engine_of(1)]
     update(toy.checkpoint(), engines, version=0)
     tensors = toy.checkpoint(1)
     update(tensors, engines[0], version=1)
     assert serves(engines[0], 1, tensors)
-    close(engines[0])
+    KEPT.close(engines[0])
     assert [bucket.close.alive for bucket in buckets] == [True]
-    close(engines)
+    KEPT.close(engines)
     assert [bucket.close.alive for bucket in buckets] == [False]
 
 
@@ -152,7 +152,7 @@ def test_what_is_no_list_of_engines(engines: Any, require: Any, sentence: str) -
 def test_none_is_written_where_one_cannot_begin(dead: str) -> None:
     engines, tensors = [engine_of(2), dead_engine()], toy.checkpoint()
     update(tensors, engines, version=0)
-    connection_to(engines[1]).forget()
+    KEPT.connection_to(engines[1]).forget()
     engines[1].dead = (dead,)  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="engine 1: cannot be reached"):
         update(toy.checkpoint(1), engines, version=1)
@@ -315,7 +315,7 @@ def cannot_open(*_: Any) -> None:
 
 
 def test_an_engine_that_fails_before_it_is_written_to(
-    monkeypatch: pytest.MonkeyPatch, buckets: list[HostBucket]
+    monkeypatch: pytest.MonkeyPatch, buckets: list[Bucket]
 ) -> None:
     """It does not go on with the version before; its failure does not free what others read."""
     engines = [engine_of(1), engine_of(1)]
@@ -437,7 +437,7 @@ def test_an_engine_that_did_not_hear_of_the_commit(monkeypatch: pytest.MonkeyPat
     commit = participant.Participant.commit
 
     def cut(self: participant.Participant, policy: Any) -> None:
-        if self.connection is connection_to(lost):
+        if self.connection is KEPT.connection_to(lost):
             assert self.ranks is not None
             self.ranks.close()
         commit(self, policy)

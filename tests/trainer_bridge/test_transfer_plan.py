@@ -15,7 +15,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.sources.parameters import Named, Source, sources
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan, can_be_mapped
-from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.transport.bucket import Bucket
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 FUSED = "l.mlp.experts.gate_up_proj"
@@ -41,7 +41,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def filled(plan: TransferPlan, named: Named) -> list[bytes]:
     """The bucket as it is when each chunk is sent: turns are replayed as an update replays them."""
-    bucket = HostBucket(plan.manifest.bucket_bytes)
+    bucket = Bucket(plan.manifest.bucket_bytes)
     packer = HostPacker(plan, bucket.content)
     sent: list[bytes] = []
     for chunk, source in plan.turns:

@@ -21,16 +21,16 @@ from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
-from trainer_bridge.clock import Clock
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import Leader
 from trainer_bridge.session.transaction import Begun
 from trainer_bridge.sources.parameters import sources
 from trainer_bridge.transfer.transfer_plan import TransferPlan
-from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.updates import weights as weights_module
 from trainer_bridge.updates.update import RUN, update
-from trainer_bridge.ways import sender as sender_module
+from trainer_bridge.updates.weights import Clock, WholeModel
+from trainer_bridge.ways import carriers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -73,7 +73,7 @@ def test_an_update_leaves_the_oracles_bytes_on_every_rank(tp: int, bucket_bytes:
 @pytest.fixture
 def one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets have one slot, as where trainer and engine share a GPU."""
-    monkeypatch.setattr(sender_module, "slots_for", lambda device, layout: 1)
+    monkeypatch.setattr(carriers.HostBucket, "slots", 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -414,14 +414,14 @@ def test_a_failed_update_lets_go_of_the_bucket(
     sockets: Sockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sockets.ranks[1].answer = refuse("finish", "no")
-    made: list[HostBucket] = []
+    made: list[Bucket] = []
 
-    class Kept(HostBucket):
-        def __init__(self, nbytes: int) -> None:
-            super().__init__(nbytes)
+    class Kept(Bucket):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr("trainer_bridge.transport.bucket.HostBucket", Kept)
+    monkeypatch.setattr("trainer_bridge.ways.carriers.Bucket", Kept)
     with pytest.raises(EngineError, match=r"^no$"):
         update(vectors(2), sockets, version=0)
     assert [bucket.close.alive for bucket in made] == [False]
@@ -605,7 +605,7 @@ def test_nothing_is_planned_where_engines_read_everything_in_place(
     monkeypatch.setattr(
         weights_module, "sources_for", lambda named, *_: planned.append(named) or []
     )
-    model = weights_module.WholeModel({"w": torch.ones(2), "v": torch.ones(2)})
+    model = WholeModel({"w": torch.ones(2), "v": torch.ones(2)})
     begun = Begun(Policy("run", 0), False, [{}], {}, [[True, True]], False, False, False)
     model.send(Leader(()), None, begun, Clock())
     assert not planned

@@ -17,7 +17,7 @@ from trainer_bridge.chain.files import Tensors, as_bytes
 from trainer_bridge.chain.index import Index, Link, read_index
 from trainer_bridge.chain.version_writer import DELTA
 from trainer_bridge.rollouts.serving_engines import check_status
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import UpdateResult, update
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def follow(
         raise ChainError(str(fault)) from None
     engines = list(engines) if isinstance(engines, list | tuple) else [engines]
     for engine in engines:
-        connection_to(engine)
+        KEPT.connection_to(engine)
     follower = ChainFollower(folder)
     logged, wait_s = "", poll_s
     while True:
@@ -207,6 +207,6 @@ def follow(
 
 def _state_of(engine: Any) -> tuple[str, str, int]:
     """State, run and version of an engine."""
-    status = connection_to(engine).client.control({"op": "status"}, STATUS_S)
+    status = KEPT.connection_to(engine).client.control({"op": "status"}, STATUS_S)
     check_status("the engine's status", status)
     return status["state"], status["run"], status["version"]

@@ -18,14 +18,13 @@ from trainer_bridge.chain.files import Tensors
 from trainer_bridge.chain.index import Index, Link, read_index, write_index
 from trainer_bridge.chain.version_writer import VersionWriter
 from trainer_bridge.ranks.collective import Leader, check_ranks, ranks_of
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.parameters import Named, NamedTensors, check_readable, listed
 from trainer_bridge.sources.tied_head import check_head, on_all_ranks, repeats_here
 from trainer_bridge.sources.wrappers import group_of
 from trainer_bridge.transfer.layout import check_kv_scales, sources_for
-from trainer_bridge.updates.agreement import PolicyRequest, agree, ask
-from trainer_bridge.updates.update import RUN
+from trainer_bridge.updates.update import RUN, PolicyRequest, agree, ask
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +146,7 @@ class ChainPublisher:
             raise ChainError(f"run {policy.run!r} was replaced in the chain by a later one")
         if last is not None and last.run == policy.run and last.version >= policy.version:
             raise ChainError(f"the chain has {last.policy} already; publish a later version")
-        layout = connection_to(self._like).layout()
+        layout = KEPT.connection_to(self._like).layout()
         if not layout["formats"] or layout["fp32"] is None:
             raise ChainError(
                 "the engine does not know yet what it keeps its tensors in; update it first"

@@ -1,4 +1,4 @@
-"""One engine, in this process or behind HTTP, reached by the same two calls."""
+"""One engine, in this process or behind HTTP, reached by the same two calls; or several at once."""
 
 import asyncio
 import ipaddress
@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from sgl_fp8rl.protocol.values import excerpt
@@ -16,6 +18,7 @@ from trainer_bridge.arguments import seconds
 from trainer_bridge.engines.http_requests import Answer, Fault, ReplyTooLongError, post_all
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CONTROL_PATH = "/fp8rl"
 CONTROL_TIMEOUT_S = 600.0
@@ -292,3 +295,34 @@ def _sentence(url: str, status: int, body: bytes) -> str:
         return sentence_of(found["message"] if isinstance(found, dict) else found)
     except (ValueError, LookupError, AttributeError, RecursionError):  # a proxy in between
         return f"{url} answered {status}: {text[:200]}"
+
+
+def side_by_side(calls: Sequence[tuple[EngineClient, Callable[[], T]]]) -> list[T | EngineError]:
+    """Call all, and wait for the last. An engine of this process is called from this thread.
+
+    Returns:
+        what each returned, in order, or its EngineError.
+    """
+    here = [len(calls) == 1 or isinstance(client, InProcessEngine) for client, _ in calls]
+    with ThreadPoolExecutor(max(here.count(False), 1)) as pool:
+        others = [
+            None if is_here else pool.submit(_tried, call)
+            for is_here, (_, call) in zip(here, calls, strict=True)
+        ]
+        mine = {
+            index: _tried(call)
+            for index, (is_here, (_, call)) in enumerate(zip(here, calls, strict=True))
+            if is_here
+        }
+        return [
+            mine[index] if other is None else other.result() for index, other in enumerate(others)
+        ]
+
+
+def _tried(call: Callable[[], T]) -> T | EngineError:
+    try:
+        return call()
+    except EngineError as error:
+        # without its traceback and its cause: frames that hold the result would be in them, and a
+        # cycle keeps the trainer's tensors
+        return copy(error)

@@ -14,11 +14,11 @@ from trainer_bridge.engines.engine_client import (
     EngineError,
     check_fields,
     sentence_of,
+    side_by_side,
 )
-from trainer_bridge.engines.side_by_side import side_by_side
 from trainer_bridge.rollouts.replies import check_policies
 from trainer_bridge.rollouts.routed_experts import ExpertLayout
-from trainer_bridge.session.engine_connection import EngineConnection
+from trainer_bridge.session.kept import EngineConnection
 from trainer_bridge.session.participant import Participant, participants_of
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,9 @@
-"""One engine in one update: its session, from begin to commit or abort."""
+"""The engines of one update: the session of each, from begin to commit or abort."""
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from threading import Thread
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 from typing import Any
 
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -12,17 +12,21 @@ from sgl_fp8rl.protocol.states import FINISH
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.arguments import as_python
 from trainer_bridge.engines.engine_client import CONTROL_TIMEOUT_S, EngineError
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transport.rank_client import (
     LEAST_WAIT_S,
     SOCKET_TIMEOUT_S,
     EngineRanks,
     RankClients,
+    UnreachableMemoryError,
 )
 from trainer_bridge.transport.relay_client import RelayClient
 
 STEP_TIMEOUT_S = 120.0
 """Seconds that one engine of several may take over a step, while the others wait."""
+KEEP_ALIVE_S = 10.0
+"""Seconds between two messages: engines give a trainer up that is silent for
+``--fp8rl-session-timeout-s``, 300 by default."""
 
 
 class Participant:
@@ -30,7 +34,7 @@ class Participant:
 
     Args:
         name: what errors call it.
-        engine: as ``connection_to`` takes it.
+        engine: as ``Kept.connection_to`` takes it.
         timeout_s: seconds that it may take over a step.
 
     Raises:
@@ -38,7 +42,7 @@ class Participant:
     """
 
     def __init__(self, name: str, engine: Any, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
-        self.name, self.connection, self.timeout_s = name, connection_to(engine), timeout_s
+        self.name, self.connection, self.timeout_s = name, KEPT.connection_to(engine), timeout_s
         self._engine = engine  # the connection alone would not keep it during an update
         self.committed_before = False
         """Whether an earlier try at this update committed, though not on every engine."""
@@ -150,6 +154,92 @@ class Participant:
             self.connection.client.control({"op": "end"}, self.timeout_s)
 
 
+class SessionEngines:
+    """The ``Ranks`` of all engines.
+
+    Args:
+        lose: called with an engine that failed; it raises where the update cannot go on without.
+    """
+
+    def __init__(
+        self, members: list[Participant], lose: Callable[[Participant, EngineError], None]
+    ) -> None:
+        self.members, self._lose = members, lose
+
+    @property
+    def open(self) -> list[tuple[Participant, EngineRanks]]:
+        """The engines whose session is open, with their ranks."""
+        return [(member, member.ranks) for member in self.members if member.ranks is not None]
+
+    @property
+    def ranks(self) -> list[EngineRanks]:
+        return [ranks for _, ranks in self.open]
+
+    @property
+    def known(self) -> set[str]:
+        """Names of the shared memory that every rank of every engine has open."""
+        known = [ranks.known for ranks in self.ranks]
+        return set.intersection(*known) if known else set()
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes of chunks that engines on other hosts were sent from here."""
+        return sum(ranks.network_bytes for ranks in self.ranks)
+
+    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+        """Send a message to every rank of every engine and wait for their replies."""
+        for ranks in self.ranks:
+            ranks.send(message, fds)
+        return self.wait()
+
+    def wait(self) -> list[dict[str, Any]]:
+        """The next reply of every rank; an engine that has none is lost.
+
+        Raises:
+            EngineError: the update cannot go on without that engine.
+        """
+        replies: list[dict[str, Any]] = []
+        began = time.monotonic()
+        for member, ranks in self.open:
+            try:
+                replies += ranks.wait(began)
+            except UnreachableMemoryError:
+                raise
+            except EngineError as error:
+                self._lose(member, error)
+        return replies
+
+
+@contextmanager
+def kept_alive(members: Sequence[Participant]) -> Iterator[None]:
+    """Meanwhile, send a message to each engine that has begun, every ``KEEP_ALIVE_S``.
+
+    The message has no reply, so an engine that hangs neither delays the others nor has a reply to
+    give later.
+
+    Args:
+        members: the engines that wait; none where nobody does.
+    """
+    if not members:
+        yield
+        return
+    over = Event()
+
+    def run() -> None:
+        while not over.wait(KEEP_ALIVE_S):
+            for ranks in [member.ranks for member in members]:
+                if ranks is not None:
+                    ranks.send({"op": "wait"})
+
+    thread = Thread(target=run, name="fp8rl-keep-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def _gave_up(why: str) -> str:
     return f"the trainer gave up the update: {why}"
 
@@ -158,7 +248,7 @@ def participants_of(engines: Any) -> list[Participant]:
     """The engines of an update, by address or number.
 
     Args:
-        engines: one engine, as ``connection_to`` takes it, or a sequence of them.
+        engines: one engine, as ``Kept.connection_to`` takes it, or a sequence of them.
 
     Raises:
         EngineError: the list is empty, holds something else, or an engine twice.

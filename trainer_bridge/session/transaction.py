@@ -10,12 +10,10 @@ import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.engines.engine_client import EngineClient, EngineError
-from trainer_bridge.engines.side_by_side import side_by_side
+from trainer_bridge.engines.engine_client import EngineClient, EngineError, side_by_side
 from trainer_bridge.ranks.rank_values import exchanged
-from trainer_bridge.session.commit_decision import CommitDecision, decision_on
-from trainer_bridge.session.keep_alive import kept_alive
-from trainer_bridge.session.participant import Participant
+from trainer_bridge.session.kept import CommitDecision, decision_on
+from trainer_bridge.session.participant import Participant, kept_alive
 from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.layout import comparable, gpu_of, read_by_all
@@ -25,8 +23,8 @@ from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
 
-MakePlan = Callable[[Sender, EngineClient, torch.Tensor | None, torch.device | None], TransferPlan]
-"""Of the engines' sender, one of them, KV scales, and the trainer's GPU if they can read it."""
+MakePlan = Callable[[Sender, EngineClient, torch.device | None], TransferPlan]
+"""Of the engines' sender, one of them, and the trainer's GPU if they can read it."""
 
 
 @exchanged
@@ -48,8 +46,8 @@ class Begun(NamedTuple):
     """Why engines are not in the update, by name."""
     mapped: list[list[bool]]
     """For each session, which parameters the engines read in place: no rank gathers them."""
-    is_remote: bool
-    """Whether every engine is on another host, and sent the same."""
+    in_parts: bool
+    """Whether several ranks may send."""
     is_second_try: bool
     """Whether the weights of an earlier try, which not every engine has, are known: these must be
     the same."""
@@ -81,12 +79,11 @@ class Transaction:
         participants: list[Participant],
         named: Named,
         make_plan: MakePlan,
-        kv_scales: torch.Tensor | None,
         policy: Policy,
         in_flight: str,
         required: int,
     ) -> None:
-        self._named, self._make_plan, self._kv_scales = named, make_plan, kv_scales
+        self._named, self._make_plan = named, make_plan
         self._everyone, self.active = participants, list(participants)
         """All engines, and those that are still in the update."""
         self._policy, self._required = policy, required
@@ -121,7 +118,7 @@ class Transaction:
             [read_by_all(session.sender.layout) for session in self.sessions],
             self.failed,
             [session.plan.mapped for session in self.sessions],
-            len(self.sessions) == 1 and all(member.connection.is_remote for member in self.active),
+            len(self.sessions) == 1 and self.sessions[0].plan.senders > 1,
             bool(self._decision.digests),
             any(session.plan.coded for session in self.sessions),
         )
@@ -140,46 +137,12 @@ class Transaction:
         self._settle()
         self._end_sessions()
 
-    def put_residents(self, named: Named) -> bool:
-        """Put all parameters into the bucket, if one session takes them all as they lie."""
-        return len(self.sessions) == 1 and self.sessions[0].put_residents(named)
-
-    def put(self, session: int, index: int, whole: torch.Tensor) -> None:
-        """Put a parameter into the bucket of a session."""
-        self.sessions[session].put(index, whole)
-
-    def put_named(self, name: str, tensor: torch.Tensor) -> None:
-        """Put the next tensor of a stream into the bucket of every session.
-
-        Raises:
-            ManifestError: it was not announced, or came before.
-        """
-        for session in self.sessions:
-            session.put_named(name, tensor)
-
-    def end_stream(self) -> None:
-        """Check that the stream was complete.
-
-        Raises:
-            ManifestError: a tensor of the last stream is missing; the engines check the first.
-        """
-        for session in self.sessions:
-            session.end_stream()
-
-    def send_rest(self) -> None:
-        """Send what is left, and wait until it is read."""
-        for session in self.sessions:
-            session.put_kv_scales()
-            session.send_rest()
-
     def finish(self) -> float | None:
         """Send what is left, and have every engine vote.
 
         Returns:
             seconds that the slowest GPU took to write, or None on a CPU.
         """
-        for session in self.sessions:
-            session.put_kv_scales()
         plans = [session.plan for session in self.sessions]
         # an engine that was lost on the way has not had all of a stream
         sent = max((*plan.sent, plan.mapped_bytes) for plan in plans)
@@ -288,10 +251,7 @@ class Transaction:
             torch.cuda.synchronize(device)  # the optimizer's last step is in the weights
         device = None if layout["through_host"] else device
         try:
-            scales = self._kv_scales
-            if scales is not None:
-                scales = sender.kv_scales(scales, device)
-            plan = self._make_plan(sender, members[0].connection.client, scales, device)
+            plan = self._make_plan(sender, members[0].connection.client, device)
         except ManifestError:
             # another engine may be at the address next time, with a larger bucket or FP8 KV
             for member in members:
@@ -300,7 +260,7 @@ class Transaction:
         except UnreachableMemoryError as error:
             _use_host_memory(members, error)
             return self._planned(members, {**layout, "through_host": True})
-        return UpdateSession(members, sender, plan, device, scales, self.lose)
+        return UpdateSession(members, sender, plan, device, self.lose)
 
     def lose(self, member: Participant, error: EngineError) -> None:
         """Go on without an engine.

@@ -1,27 +1,21 @@
 """One update of the engines of one layout: what is put into their bucket, and the vote."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from sgl_fp8rl.protocol.image import Steps
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, twice, wrong_names
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.session.chunk_sender import ChunkSender
-from trainer_bridge.session.participant import Participant
-from trainer_bridge.session.session_engines import SessionEngines
-from trainer_bridge.session.session_images import SessionImages
+from trainer_bridge.session.participant import Participant, SessionEngines
 from trainer_bridge.sources.announcement import as_announced
 from trainer_bridge.sources.parameters import Named, check_readable
 from trainer_bridge.sources.tied_head import StreamedHead
-from trainer_bridge.transfer.filler import Filler
-from trainer_bridge.transfer.image_changes import sent_as
 from trainer_bridge.transfer.packer import QuantizePacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan, is_aligned
-from trainer_bridge.transport.rank_client import Content
+from trainer_bridge.ways.chunks import Chunks
 from trainer_bridge.ways.sender import Sender
 
 
@@ -54,17 +48,13 @@ class UpdateSession:
         sender: Sender,
         plan: TransferPlan,
         device: torch.device | None,
-        kv_scales: torch.Tensor | None,
         lose: Callable[[Participant, EngineError], None],
     ) -> None:
         self.members, self.sender, self.plan, self.device = members, sender, plan, device
-        self._kv_scales = kv_scales
+        self.carrier = sender.carrier(device)
         self._engines = SessionEngines(members, lose)
-        self._images = SessionImages(plan)
-        self._chunks = ChunkSender(plan, self._engines, self._content)
-        self._filler = Filler(plan, self._send, self._chunks.await_slot)
-        self._order: list[str] = []
-        """Tensors of a stream that the engines are told of with the next chunk."""
+        filled = partial(sender.content, plan)
+        self.chunks = Chunks(plan, self._engines, filled, self.carrier.content)
         self._came: dict[int, None] = {}
         """What a stream has brought, in its order."""
         self._passed_over: set[str] = set()
@@ -74,13 +64,14 @@ class UpdateSession:
 
     def open(self) -> None:
         """Have the engines open the memory that they will read."""
-        if not self._engines.open:
+        opening = self._engines.open
+        if not opening:
             return
         self.sender.join(self)  # an engine that is lost meanwhile must not free what others read
-        self._images.begin(self._engines)
-        users = {self, *(member.connection for member, _ in self._engines.open)}
-        packer = self.sender.share(self._engines, self.plan, self.device, users)
-        self._filler.packer = packer
+        connections = [member.connection for member, _ in opening]
+        self.carrier.begin(self.plan, [(m.connection, ranks) for m, ranks in opening])
+        packer = self.sender.share(self._engines, self.plan, self.device, {self, *connections})
+        self.chunks.packer = packer
         for member, _ in self._engines.open:
             member.connection.use(self.sender)
         if packer is not None:
@@ -90,26 +81,6 @@ class UpdateSession:
     def network_bytes(self) -> int:
         """Bytes of chunks that engines on other hosts were sent."""
         return self._engines.network_bytes + self.network_bytes_of_others
-
-    @property
-    def kv_scales(self) -> torch.Tensor | None:
-        """KV scales that are still to be put in."""
-        return self._kv_scales
-
-    @property
-    def images(self) -> tuple[str, str]:
-        """The images that changes are of, and that they make; empty where there are none."""
-        return self._images.names
-
-    def send_every(self, senders: int) -> None:
-        """From now on other ranks of the trainer send chunks, all in turn."""
-        self._chunks.senders = senders
-
-    def put_kv_scales(self) -> None:
-        """Put in the KV scales of this update, unless the engines read them in place."""
-        scales, self._kv_scales = self._kv_scales, None
-        if scales is not None:
-            self.put_named(KV_SCALES, scales)
 
     def put_named(self, name: str, tensor: torch.Tensor) -> None:
         """Put the next tensor of a stream into the bucket.
@@ -134,9 +105,9 @@ class UpdateSession:
         self._head.take(name, whole)
         self._came[index] = None
         if plan.streamed:
-            self._order += plan.add(index)
+            self.chunks.order += plan.add(index)
         self.put(index, whole)
-        self._filler.own(index)
+        self.chunks.own(index)
 
     def _pass_over(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self.sender.ignored:
@@ -153,7 +124,6 @@ class UpdateSession:
             ManifestError: a tensor of the last stream is missing, where the engine checks the
                 first; or the head of a tied model came, and is not the embedding.
         """
-        self.put_kv_scales()
         self._head.check()
         missing = [
             source.cuts[0][0]
@@ -169,13 +139,11 @@ class UpdateSession:
         Returns:
             whether they were; otherwise nothing was done.
         """
-        packer, scales = self._filler.packer, self._kv_scales
-        tensors = [tensor for _, tensor in named] + ([] if scales is None else [scales])
+        packer = self.chunks.packer
         if not isinstance(packer, QuantizePacker) or not self.plan.is_resident:
             return False
-        self._kv_scales = None
-        packer.put_residents(tensors)
-        self._filler.finish()
+        packer.put_residents([tensor for _, tensor in named])
+        self.chunks.flush()
         return True
 
     def put(self, index: int, whole: torch.Tensor) -> None:
@@ -185,15 +153,14 @@ class UpdateSession:
         if self.device is not None:
             whole = whole.to(self.device)
             whole = whole if is_aligned(whole) else whole.clone()
-        self._filler.put(index, whole)
+        self.chunks.put(index, whole)
 
     def send_rest(self) -> None:
         """Send what is left, and wait until it is read."""
         if not self._engines.open:
             return
-        self._filler.finish()
-        self._chunks.finish()
-        self._chunks.await_read()
+        self.chunks.flush()
+        self.chunks.await_read()
 
     def finish(self) -> float | None:
         """Send what is left, and have every rank check that nothing is missing.
@@ -204,14 +171,14 @@ class UpdateSession:
         self.send_rest()
         if not self._engines.open:
             return None
-        if self._filler.packer is not None:
-            self._filler.packer.finish()
+        if self.chunks.packer is not None:
+            self.chunks.packer.finish()
         return slowest_gpu(self._engines.ask({"op": "finish"}))
 
     def committed(self) -> None:
         """Plan the next stream as this one came, unless it came as planned, and send the next
         update as changes of this one where engines have kept it."""
-        self._images.commit()
+        self.carrier.committed()
         came = list(self._came)
         if came and (self.plan.streamed or came != sorted(came)):
             self.sender.remember_stream(self.plan, came)
@@ -219,21 +186,8 @@ class UpdateSession:
 
     def close(self) -> None:
         """End, once; memory that no engine has open is freed."""
-        self._chunks.close()
-        self._images.close()
+        self.chunks.close()
+        self.carrier.close()
         if self._came:  # it failed, perhaps for what was held of it in the order of the last one
             self.sender.forget_stream()
         self.sender.leave(self)
-        del self._filler  # it holds the trainer's tensors
-
-    def _send(self, chunk: int) -> None:
-        if self.device is not None and not self.sender.layout["is_remote"]:
-            torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
-        order, self._order = self._order, []
-        self._chunks.send(chunk, **({"order": order} if self.plan.streamed else {}))
-
-    def _content(self, chunk: int, held: list[str | None]) -> Steps[Content | None]:
-        if not self.sender.layout["is_remote"]:
-            return None
-        content = self.sender.content(self.plan, chunk)
-        return (yield from sent_as(self._images.changes, chunk, content, held))

@@ -49,9 +49,7 @@ def codes_wanted(
 def _gains(shards: Shards, layout: dict[str, Any], engines: int) -> bool:
     """Whether engines that can read the shards read more than each its own GPU's, once."""
     return (
-        not layout["is_remote"]
-        and not layout["through_host"]
-        and layout["fp32"] is not None
+        layout["fp32"] is not None
         and shards.gpus <= set(layout["visible_gpus"])
         and (engines > 1 or set(layout["gpus"]) != shards.gpus)
     )
@@ -73,7 +71,8 @@ def pieces_of_codes(
     layout: dict[str, Any],
     planned: list[Source],
 ) -> dict[int, dict[str, list[Piece]]]:
-    """Where codes and scales lie that engines of a layout can read: by parameter and HF name.
+    """Where codes and scales lie that engines of a layout can read: by parameter and HF name, and
+    by the handles of the codes.
 
     Args:
         planned: how each parameter is read.
@@ -81,7 +80,6 @@ def pieces_of_codes(
     if shards.codes is None or layout["dtype"] != str(shards.codes[0].dtype).split(".")[-1]:
         return {}
     wanted, codes = shards.codes
-    behind = len(shards.handles) - len(codes.handles)
     kept = set(layout["formats"].get(wanted.format, ()))
     scales = sources(
         [
@@ -100,10 +98,7 @@ def pieces_of_codes(
         views += [(2 * number + 1, *each) for each in scale.announce(scale.dtype)]
         pieces = {name: codes.pieces(part, view) for part, name, view in views}
         if all(pieces.values()):
-            found[index] = {
-                name: [piece._replace(segment=behind + piece.segment) for piece in each or ()]
-                for name, each in pieces.items()
-            }
+            found[index] = {name: each for name, each in pieces.items() if each}
     return found
 
 

@@ -73,14 +73,12 @@ class Shards:
         counts = [len(each.placement.handles) for each in of_ranks]
         self._first_handles = [sum(counts[:rank]) for rank in range(len(counts))]
         self.codes: tuple[CodesWanted, Shards] | None = None
-        """Parameters that lie there as codes too: for each, its codes and their scales. Their
-        pieces count from the end of the others' handles."""
+        """Parameters that lie there as codes too: for each, its codes and their scales."""
 
     def with_codes(self, wanted: CodesWanted, codes: "Shards") -> "Shards":
         """The same, with codes of some parameters beside them."""
         both = copy(self)
         both.codes = wanted, codes
-        both.seeds, both.handles = self.seeds + codes.seeds, self.handles + codes.handles
         return both
 
     def ranges(self, index: int) -> list[Range] | None:

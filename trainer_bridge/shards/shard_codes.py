@@ -261,6 +261,3 @@ class CodesRegistry:
         if self._codes is not None:
             self._retired.append(self._codes)
             self._codes = None
-
-
-CODES_REGISTRY = CodesRegistry()

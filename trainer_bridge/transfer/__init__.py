@@ -1,1 +1,1 @@
-"""What is sent, planned once from names, shapes and dtypes, and the bucket that it fills."""
+"""What is sent, planned once from names, shapes and dtypes, and what fills a bucket with it."""

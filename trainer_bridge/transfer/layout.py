@@ -6,7 +6,6 @@ import torch
 
 from sgl_fp8rl.formats import BLOCKS, FORMATS, QUANTIZED
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, WeightFormat
-from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, gpu_uuid
 from sgl_fp8rl.protocol.kv_schema import (
     E4M3,
     INT8,
@@ -15,15 +14,12 @@ from sgl_fp8rl.protocol.kv_schema import (
     LARGEST_KV_SCALE,
     LEAST_KV_SCALE,
 )
-from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS, TIED_HEAD, ManifestError
+from sgl_fp8rl.protocol.manifest import TIED_HEAD, ManifestError
 from sgl_fp8rl.protocol.place import is_place
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import are_names
 from trainer_bridge.engines.engine_client import check_fields
 from trainer_bridge.sources.parameters import Named, Source, sources
-
-LEAST_CHUNK_BYTES = 32 << 20
-"""Smaller chunks are more round trips than work."""
 
 
 def check_layout(layout: dict[str, Any]) -> None:
@@ -104,26 +100,6 @@ def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
         if tensor.is_cuda:
             return torch.device("cuda", tensor.device.index)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-
-
-def slots_for(device: torch.device | None, layout: dict[str, Any]) -> int:
-    """Slots of the bucket: 2, of which one is filled while the engine writes the other, or 1 of
-    their size together where one GPU would do both, which takes turns between processes.
-
-    Args:
-        device: the trainer's GPU, or None where it has none that the engine can read.
-    """
-    if device is None or device.type != "cuda" or layout["is_remote"]:
-        return SLOTS  # two processes on a CPU, or on two hosts, do work at once
-    try:
-        return 1 if {gpu_uuid(device.index)} == set(layout["gpus"]) else 2
-    except CudaMemoryError:
-        return 2  # whoever shares this GPU's memory will say what is wrong with it
-
-
-def senders_of(ranks: int, bucket_bytes: int) -> int:
-    """How many ranks send to engines on other hosts: each has slots of its own in the bucket."""
-    return max(1, min(ranks, bucket_bytes // (SLOTS * LEAST_CHUNK_BYTES), MOST_SLOTS // SLOTS))
 
 
 def check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:

@@ -10,19 +10,10 @@ from sgl_fp8rl.formats import DTYPES, QUANTIZED
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe, twice
+from sgl_fp8rl.protocol.manifest import SLOTS, Manifest, ManifestError, describe, twice
 from trainer_bridge.sources.parameters import PLAIN, Source
 
 _DTYPES = frozenset(DTYPES.values())
-
-Signature = tuple[
-    str | None,
-    torch.device | None,
-    int,
-    tuple[tuple[str, torch.dtype, torch.Size, bool, bool, bool, bool], ...],
-]
-"""Family, GPU, senders; name, dtype, shape, whether sharded, resident, mapped, coded of each
-tensor."""
 
 
 class Span(NamedTuple):
@@ -120,6 +111,11 @@ class TransferPlan:
     def is_resident(self) -> bool:
         """Whether all that passes through the bucket is resident."""
         return all(m or i in self.resident for i, m in enumerate(self.mapped))
+
+    @property
+    def senders(self) -> int:
+        """How many ranks each fill chunks of their own."""
+        return max(self.manifest.slots // SLOTS, 1)
 
     @property
     def streamed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Device memory of a trainer that engines read: a bucket, or on one host parameters in place.
+"""Device memory of a trainer that engines on its host read in place.
 
 A rank on the trainer's own GPU reads at memory speed, one on another GPU over NVLink.
 """
@@ -6,7 +6,6 @@ A rank on the trainer's own GPU reads at memory speed, one on another GPU over N
 import hashlib
 import json
 import secrets
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,61 +15,14 @@ import torch
 from sgl_fp8rl.protocol.chunks import Piece
 from sgl_fp8rl.protocol.cuda_memory import (
     CudaMemoryError,
-    DeviceMemory,
     Handle,
     base_of,
     export,
     exportable,
     still_there,
 )
-from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.rank_values import exchanged
-from trainer_bridge.transport.rank_client import Ranks, UnreachableMemoryError
-
-
-class StagingBucket:
-    """Device memory of ``nbytes`` on the trainer's GPU, whose content is sent to other hosts.
-
-    Raises:
-        EngineError: there is not enough memory.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        try:
-            self._memory = DeviceMemory(nbytes, device.index)
-        except CudaMemoryError as error:
-            raise EngineError(f"a bucket of {nbytes} bytes could not be made: {error}") from error
-        self.close = weakref.finalize(self, self._memory.close)
-        """Free the memory."""
-        self.close.atexit = False  # not before the engine has let go; the driver frees it anyway
-        # not the handle: another process may be given the same one
-        self.name = secrets.token_hex(16)
-        self.content = self._memory.tensor
-
-    def share(self, ranks: Ranks) -> None:
-        """Have each engine's relay make one of this size, unless it has."""
-        if self.name not in ranks.known:
-            ranks.ask({"op": "bucket", "name": self.name, "bytes": self.content.numel()})
-
-
-class DeviceBucket(StagingBucket):
-    """The same, which ranks on this host open by its handle.
-
-    Raises:
-        UnreachableMemoryError: this system does not share it.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        super().__init__(nbytes, device)
-        try:
-            self._handle = self._memory.handle()
-        except CudaMemoryError as error:
-            raise UnreachableMemoryError(str(error)) from error
-
-    def share(self, ranks: Ranks) -> None:
-        """Have every rank open it, unless all have."""
-        if self.name not in ranks.known:
-            ranks.ask({"op": "bucket", "name": self.name, "handle": self._handle.to_json()})
+from trainer_bridge.transport.rank_client import UnreachableMemoryError
 
 
 @exchanged

@@ -5,28 +5,62 @@ sends its own chunks, over its own link; the first rank begins the update, and h
 """
 
 import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.formats import by_tensor
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import SLOTS, ManifestError
+from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import Leader
 from trainer_bridge.ranks.rank_values import exchanged
-from trainer_bridge.session.keep_alive import collect_alive
-from trainer_bridge.session.part_sender import PartSender, Relay, Sent
+from trainer_bridge.session.kept import KEPT
+from trainer_bridge.session.participant import Participant, kept_alive
 from trainer_bridge.session.transaction import Transaction
+from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.sources.parameters import Named, mesh_size
-from trainer_bridge.transfer.layout import gpu_of, sources_for
-from trainer_bridge.transfer.transfer_plan import TransferPlan
+from trainer_bridge.transfer.layout import gpu_of
+from trainer_bridge.transport.rank_client import EngineRanks
 from trainer_bridge.transport.relay_client import RelayClient
+from trainer_bridge.ways.changes import as_sent
+from trainer_bridge.ways.chunks import Chunks
+from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CONNECT_S = 10.0
+"""Seconds that a connection may take, while engines wait."""
+WAIT_S = 240.0
+"""Seconds that a rank may take over its part of an update."""
+
+
+@exchanged
+class Relay(NamedTuple):
+    """How a rank reaches an engine's relay."""
+
+    where: dict[str, Any]
+    token: str
+    """Of the session."""
+    timeout_s: float
+    """Seconds that the engine may take over a step."""
+
+
+@exchanged
+class Sent(NamedTuple):
+    """What a rank has sent."""
+
+    fault: str | None
+    """What is wrong with this rank's part; no engine is to blame."""
+    errors: dict[str, str]
+    """Why engines did not get it, by name."""
+    network_bytes: int
 
 
 @exchanged
@@ -40,127 +74,216 @@ class Offer:
     layout: dict[str, Any]
     fingerprint: str
     """Of the manifest, which each rank makes for itself."""
-    chunk_bytes: int
-    slots: int
-    codes: str | None
-    kv_scales: torch.Tensor | None
-    images: tuple[str, str]
-    """See ``UpdateSession.images``."""
+    added: Named
+    """Behind what all ranks hold."""
+    bases: tuple[str, str]
+    """See ``Carrier.bases``."""
 
 
-class SharedSending:
-    """What this rank does when ranks send together.
+class Relays:
+    """The engines that this rank sends to.
 
-    Args:
-        sender: of a rank that sends and does not lead.
+    Raises:
+        EngineError: one cannot be reached from here.
     """
 
-    def __init__(self, sender: PartSender | None) -> None:
-        self._sender = sender
+    def __init__(self, relays: Mapping[str, Relay]) -> None:
+        self.errors: dict[str, str] = {}
+        """Why engines did not get their part, by name."""
+        self._relays: dict[str, RelayClient] = {}
+        try:
+            for engine, (where, token, timeout_s) in relays.items():
+                self._relays[engine] = RelayClient(where, token, None, timeout_s, CONNECT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ranks(self) -> list[EngineRanks]:
+        return [relay for engine, relay in self._relays.items() if engine not in self.errors]
+
+    @property
+    def network_bytes(self) -> int:
+        return sum(relay.network_bytes for relay in self._relays.values())
+
+    def wait(self) -> None:
+        """The rank that leads decides what becomes of engines that fail here."""
+        began = time.monotonic()
+        for engine in [each for each in self._relays if each not in self.errors]:
+            try:
+                self._relays[engine].wait(began)
+            except EngineError as error:
+                self.errors[engine] = str(error)
+                self._relays[engine].close()
+
+    def close(self) -> None:
+        """Hang up."""
+        for relay in self._relays.values():
+            relay.close()
+
+
+class Part:
+    """What a rank sends that does not lead: every so many-th chunk.
+
+    Args:
+        number: its place among the ranks that send.
+        named: what is sent, the same on each rank.
+
+    Raises:
+        EngineError: an engine cannot be reached from here.
+        ManifestError: this rank holds another model.
+    """
+
+    def __init__(self, offer: Offer, number: int, named: Named, family: str | None) -> None:
+        sender = KEPT.part
+        if sender is None or sender.layout != offer.layout:
+            sender = KEPT.part = Sender(offer.layout)
+        device = gpu_of(named, offer.layout)
+        plan = sender.plan(named, family, device, ranks=offer.senders)
+        if plan.manifest.fingerprint != offer.fingerprint:
+            raise ManifestError("it has other tensors than the first rank")
+        self._plan, self._sender, self._device = plan, sender, device
+        self._changes = KEPT.bases.changes(*offer.bases)
+        self._fault: str | None = None
+        sender.join(self)
+        try:
+            # in host memory, only the pages of this rank's slots are ever touched
+            self._packer = sender.fill(plan, device)
+            self._packer.begin()
+            self._relays = Relays(offer.relays)
+        except BaseException:
+            sender.leave(self)
+            raise
+        filled, content = partial(sender.content, plan), partial(as_sent, self._changes)
+        self._chunks = Chunks(
+            plan, self._relays, filled, content, self._packer, number, offer.senders
+        )
 
     def put(self, index: int, whole: torch.Tensor) -> None:
-        """Put a parameter in that all ranks have gathered."""
-        if self._sender is not None:
-            self._sender.put(index, whole)
+        """Put a parameter in; whatever fails is told at the end."""
+        shape = self._plan.sources[index].shape
+        if whole.shape != shape:
+            self._fault = f"a parameter of shape {tuple(shape)} was gathered as {whole.shape}"
+        self._try(self._chunks.put, index, whole.to(self._device or "cpu"))
 
-    def finish(self, leader: Leader, transaction: Transaction | None) -> None:
-        """Wait until every rank has sent its part; every rank calls."""
-        leader.attempt(Transaction.send_rest, transaction)
-        sent = Sent(None, {}, 0) if self._sender is None else self._sender.finish()
-        if transaction is None:
-            leader.collect(sent)
-            return
-        if leader.error is not None:  # others, who go on sending, hear of it
-            transaction.close(leader.error)
-        of_ranks, late = attempt(collect_alive, leader, transaction.active, sent)
-        if late is not None and leader.error is None:
-            raise late
-        leader.attempt(_note, transaction, of_ranks)
+    def finish(self) -> Sent:
+        """Send what is left, and wait until engines have read it."""
+        self._try(self._chunks.flush)
+        self._chunks.await_read()  # also behind a fault: engines go on reading
+        self._try(self._packer.finish)
+        return Sent(self._fault, self._relays.errors, self._relays.network_bytes)
 
     def committed(self) -> None:
         """The engines have what was sent."""
-        if self._sender is not None:
-            self._sender.committed()
+        if self._changes is not None:
+            _, error = attempt(KEPT.bases.keep, self._changes)
+            if error is not None:  # the next update is sent whole
+                logger.error("what was sent is not kept", exc_info=error)
 
     def close(self) -> None:
-        """It is over, however it ended."""
-        if self._sender is not None:
-            self._sender.close()
+        """Hang up."""
+        self._relays.close()
+        self._chunks.close()
+        self._sender.leave(self)
+
+    def _try(self, action: Callable[..., object], *args: Any) -> None:
+        if self._fault is not None:
+            return
+        _, error = attempt(action, *args)
+        if error is not None:
+            logger.error("a rank could not send its part", exc_info=error)
+            self._fault = str(error) or type(error).__name__
+
+
+class Together(NamedTuple):
+    """What this rank does where ranks send together."""
+
+    part: Part | None
+    """Of a rank that sends and does not lead."""
+    named: Named
+    """What is sent, the same on each rank."""
 
 
 def send_together(
     leader: Leader, transaction: Transaction | None, named: Named, family: str | None
-) -> SharedSending | None:
+) -> Together | None:
     """Have ranks send chunks of their own; None where the first one sends all. Every rank calls.
 
     They can where each gathers every tensor: what is not sharded over all of them is the first
     rank's own.
     """
-    offer = leader.share(leader.attempt(_offer, transaction))
-    if offer is None:
-        return None
+    offer: Any = leader.share(leader.attempt(_offer, transaction, named))
+    named = named + (offer.added if leader.rank else [])
     fits = is_on_all(named, leader.size)
-    sender, why = None, None if fits else f"rank {leader.rank} holds other tensors"
+    part, why = None, None if fits else f"rank {leader.rank} holds other tensors"
     # evenly among the ranks, which are ordered by host
     places = [number * leader.size // offer.senders for number in range(offer.senders)]
     if leader.rank and leader.rank in places and fits:
         number = places.index(leader.rank)
-        sender, error = attempt(_follow, offer, number, named, family)
+        part, error = attempt(Part, offer, number, named, family)
         if error is not None:
             why = f"rank {leader.rank}: {str(error) or type(error).__name__}"
+    members = () if transaction is None else transaction.active
     shared = False
     try:
-        shared = leader.share(_all_can(leader, transaction, why, offer.senders))
+        faults = _collect(leader, members, why)
+        shared = leader.share(bool(leader.attempt(_begin, transaction, faults, offer.senders)))
     finally:
-        if sender is not None and not shared:
-            sender.close()
-    return SharedSending(sender) if shared else None
+        if part is not None and not shared:
+            part.close()
+    return Together(part, named) if shared else None
+
+
+def end_together(leader: Leader, transaction: Transaction | None, part: Part | None) -> None:
+    """Wait until every rank has sent its part; every rank calls."""
+    for session in () if transaction is None else transaction.sessions:
+        leader.attempt(UpdateSession.send_rest, session)
+    sent = Sent(None, {}, 0) if part is None else part.finish()
+    if transaction is None:
+        leader.collect(sent)
+        return
+    if leader.error is not None:  # others, who go on sending, hear of it
+        transaction.close(leader.error)
+    of_ranks, late = attempt(_collect, leader, transaction.active, sent)
+    if late is not None and leader.error is None:
+        raise late
+    leader.attempt(_note, transaction, of_ranks)
 
 
 def is_on_all(named: Named, ranks: int) -> bool:
-    """Whether every tensor is sharded over so many ranks, so that each of them gathers it."""
+    """Whether every weight is sharded over so many ranks, so that each of them gathers it."""
     return all(
         isinstance(tensor, DTensor) and mesh_size(tensor.device_mesh) == ranks
-        for _, tensor in named
+        for name, tensor in named
+        if name != KV_SCALES
     )
 
 
-def _all_can(
-    leader: Leader, transaction: Transaction | None, why: str | None, senders: int
-) -> bool:
-    """Whether every rank that sends is connected, on the rank that leads.
-
-    Args:
-        why: this rank is not.
-    """
-    members = () if transaction is None else transaction.active
-    faults = collect_alive(leader, members, why)
-    return bool(leader.attempt(_begin, transaction, faults, senders))
-
-
-def _offer(transaction: Transaction) -> Offer | None:
-    """None where the plan is for one rank that sends."""
+def _offer(transaction: Transaction, named: Named) -> Offer:
     (session,) = transaction.sessions
-    layout, manifest = session.sender.layout, session.plan.manifest
-    senders = manifest.slots // SLOTS
     relays = {member.name: member.ranks for member in transaction.active}
-    if senders < 2:
-        return None
     return Offer(
-        senders,
+        session.plan.senders,
         {
             name: Relay(relay.where, relay.token, relay.timeout_s)
             for name, relay in relays.items()
             if isinstance(relay, RelayClient)
         },
-        {name: layout[name] for name in ("dtype", "fp32", "formats", "gpus", "skipped", "tied")},
-        manifest.fingerprint,
-        manifest.chunk_bytes,
-        manifest.slots,
-        manifest.codes,
-        None if session.kv_scales is None else session.kv_scales.detach().cpu().contiguous(),
-        session.images,
+        session.sender.layout,
+        session.plan.manifest.fingerprint,
+        [(name, tensor) for name, tensor in named if name == KV_SCALES],
+        session.carrier.bases,
     )
+
+
+def _collect(leader: Leader, members: Sequence[Participant], value: T) -> list[T] | None:
+    """``Leader.collect`` of ranks that share an update, while these engines wait.
+
+    Raises:
+        TimeoutError: a rank did not call it in time.
+    """
+    with kept_alive(members):
+        return leader.collect(value, WAIT_S)
 
 
 def _begin(transaction: Transaction, faults: list[str | None], senders: int) -> bool:
@@ -169,7 +292,7 @@ def _begin(transaction: Transaction, faults: list[str | None], senders: int) -> 
         logger.warning("from now on the first rank sends all, which is slower: %s", found[0])
         session.sender.sends_alone = True  # engines waited for what did not come
         return False
-    session.send_every(senders)
+    session.chunks.senders = senders
     return True
 
 
@@ -187,48 +310,3 @@ def _note(transaction: Transaction, of_ranks: list[Sent]) -> None:
         for member in [each for each in transaction.active if each.name in sent.errors]:
             error = sent.errors[member.name]
             transaction.lose(member, EngineError(f"on rank {rank} of the trainer: {error}"))
-
-
-def _follow(offer: Offer, number: int, named: Named, family: str | None) -> PartSender:
-    """Get ready on a rank that does not lead.
-
-    Raises:
-        EngineError: an engine cannot be reached from here.
-        ManifestError: this rank holds another model.
-    """
-    if offer.kv_scales is not None:
-        named = [*named, (KV_SCALES, offer.kv_scales)]
-    plan = _plan(offer, named, family)
-    if plan.manifest.fingerprint != offer.fingerprint:
-        raise ManifestError("it has other tensors than the first rank")
-    return PartSender(
-        plan,
-        gpu_of(named, offer.layout),
-        getattr(torch, offer.layout["dtype"]),
-        number,
-        offer.senders,
-        offer.relays,
-        offer.kv_scales,
-        offer.images,
-    )
-
-
-def _plan(offer: Offer, named: Named, family: str | None) -> TransferPlan:
-    """Made again only for another manifest, or for other tensors."""
-    tensors = tuple((name, tensor.dtype, tensor.shape) for name, tensor in named)
-    made_for = offer.fingerprint, family, tensors
-    if made_for not in _PLANS:
-        _PLANS.clear()
-        _PLANS[made_for] = TransferPlan(
-            sources_for(named, family, offer.layout),
-            [False] * len(named),
-            offer.chunk_bytes,
-            by_tensor(offer.layout["formats"]),
-            slots=offer.slots,
-            codes=offer.codes,
-        )
-    return _PLANS[made_for]
-
-
-_PLANS: dict[tuple[Any, ...], TransferPlan] = {}
-"""The last one."""

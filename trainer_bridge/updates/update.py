@@ -1,35 +1,45 @@
 """``update``: bring the engine to the trainer's weights, as one new policy version."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
+from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import ABORT
-from trainer_bridge.clock import Clock
+from trainer_bridge.arguments import as_python
 from trainer_bridge.ranks.collective import Leader, ranks_of
-from trainer_bridge.session.connections import opened
+from trainer_bridge.ranks.rank_values import exchanged
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.participant import check_required, participants_of
 from trainer_bridge.session.transaction import MissedCommitError, Transaction
-from trainer_bridge.shards.shard_codes import CODES_REGISTRY
 from trainer_bridge.sources.announcement import Announcement
 from trainer_bridge.sources.parameters import NamedTensors
 from trainer_bridge.sources.wrappers import group_of
-from trainer_bridge.updates.agreement import PolicyRequest, agree, ask
-from trainer_bridge.updates.weights import SHARD_REGISTRY, Report, Stream, Weights, WholeModel
+from trainer_bridge.updates.weights import Clock, Report, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
 PRESENCE_S = 60.0
 """Seconds that the first rank waits until all others have said that they have not left the update,
 or what they hold."""
+
+
+@exchanged
+class PolicyRequest(NamedTuple):
+    """The policy that one rank asks for, and how."""
+
+    policy: Policy
+    in_flight: str
+    names_run: bool
+    """Whether it names the run; otherwise that is the first rank's."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +142,8 @@ def update(
     try:
         result = _update(weights, engine, run, version, kv_scales, in_flight, require, group, clock)
     except Exception:
-        SHARD_REGISTRY.forget()
-        CODES_REGISTRY.forget()
+        KEPT.shards.forget()
+        KEPT.codes.forget()
         weights.exhaust()
         raise
     finally:
@@ -161,7 +171,9 @@ def _update(
         participants = participants_of(engines)
         required = check_required(require, len(participants))
         named, plan = weights.named, weights.plan
-        return Transaction(participants, named, plan, kv_scales, policy, in_flight, required)
+        if kv_scales is not None:
+            weights.add(KV_SCALES, kv_scales)
+        return Transaction(participants, named, plan, policy, in_flight, required)
 
     transaction: Any = None
     try:
@@ -173,7 +185,7 @@ def _update(
         transaction = leader.attempt(begin, of_ranks)
         begun: Any = leader.share(transaction and transaction.begun())
         policy: Policy = begun.policy
-        digests = partial(_digests, leader, weights, kv_scales)
+        digests = partial(_digests, leader, weights)
         if begun.is_second_try:
             leader.attempt(Transaction.check_same, transaction, digests())
             leader.share(None)
@@ -193,7 +205,7 @@ def _update(
         _close_failed(transaction, leader)
         sent = transaction and (transaction.sent, gpu_seconds, transaction.failed)
         try:
-            outcome = leader.share((sent, weights.codes_wanted, opened()))
+            outcome = leader.share((sent, weights.codes_wanted, KEPT.opened()))
             (sent, gpu_seconds, failed), codes, open_seeds = outcome
         except MissedCommitError:
             leader.attempt(Transaction.remember, transaction, digests())
@@ -230,6 +242,48 @@ def _close_failed(transaction: Transaction | None, leader: Leader) -> None:
         transaction.close(leader.error)
 
 
-def _digests(leader: Leader, weights: Weights, kv_scales: torch.Tensor | None) -> list[str] | None:
-    """Of what each rank holds, on the leader; the KV scales that are sent are its own."""
-    return leader.collect(weights.digest(kv_scales if leader.rank == 0 else None), PRESENCE_S)
+def _digests(leader: Leader, weights: Weights) -> list[str] | None:
+    """Of what each rank holds, on the leader."""
+    return leader.collect(weights.digest(), PRESENCE_S)
+
+
+def ask(
+    check: Callable[[], None], own_run: str, run: Any, version: Any, in_flight: Any = ABORT
+) -> PolicyRequest:
+    """Checked before an engine is told of anything.
+
+    Args:
+        check: raises what is wrong with the weights on this rank.
+        own_run: of this process.
+
+    Raises:
+        ManifestError: the policy is invalid.
+    """
+    check()
+    policy = check_policy(own_run if run is None else run, as_python(version))
+    return PolicyRequest(policy, check_in_flight(in_flight), run is not None)
+
+
+def agree(ranks: tuple[int, ...], requests: list[PolicyRequest | str]) -> Policy:
+    """The policy that all ranks ask for.
+
+    Args:
+        requests: of each of them; of one that cannot go on, why.
+
+    Raises:
+        ManifestError: a rank cannot, or asks for another policy.
+    """
+    first, *others = requests
+    assert isinstance(first, PolicyRequest)
+    for rank, other in zip(ranks[1:], others, strict=True):
+        if isinstance(other, str):
+            raise ManifestError(other)
+        run = other.policy.run if other.names_run else first.policy.run
+        policy = other.policy._replace(run=run)
+        if (policy, other.in_flight) != (first.policy, first.in_flight):
+            raise ManifestError(
+                f"on rank {rank}: the update is to {policy} with in_flight={other.in_flight!r}, "
+                f"but on the first rank to {first.policy} with in_flight={first.in_flight!r}; "
+                f"pass the same on all ranks"
+            )
+    return first.policy

@@ -1,28 +1,27 @@
 """What a trainer updates from: a model whose tensors are all at hand, or a stream of them."""
 
 import logging
+import time
 from collections.abc import Collection, Iterator
-from typing import Protocol
+from itertools import chain
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge.clock import Clock
 from trainer_bridge.engines.engine_client import EngineClient, EngineError
 from trainer_bridge.ranks.collective import Leader, check_ranks
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.transaction import Begun, Transaction
+from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.shards.placed_shards import (
     CodesWanted,
     PlacedShards,
-    ShardRegistry,
     ShardReport,
     Shards,
 )
-from trainer_bridge.shards.shard_codes import CODES_REGISTRY
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.announcement import Announcement
 from trainer_bridge.sources.parameters import Named, NamedTensors, check_readable, listed
@@ -35,12 +34,11 @@ from trainer_bridge.sources.tied_head import (
 from trainer_bridge.sources.weights_digest import weights_digest
 from trainer_bridge.transfer.layout import sources_for
 from trainer_bridge.transfer.transfer_plan import TransferPlan
-from trainer_bridge.updates.shared_sending import SharedSending, is_on_all, send_together
+from trainer_bridge.updates.shared_sending import Part, end_together, is_on_all, send_together
 from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
 
-SHARD_REGISTRY = ShardRegistry()
 CODES_S = 60.0
 """Seconds that the first rank waits until all others have quantized their shards."""
 
@@ -50,42 +48,63 @@ Report = tuple[ShardReport, ShardReport | EngineError, bool | None] | None
 nothing is to be told."""
 
 
-class Weights(Protocol):
-    """The weights of one update."""
+class Clock:
+    """Adds up wall time by stage."""
 
-    named: Named
-    """All tensors, or none of a stream."""
-    codes_wanted: CodesWanted | None
-    """On the leader, behind ``send``: what all ranks should quantize from the next update on."""
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        """Count the time since the last lap to ``stage``."""
+        now = time.perf_counter()
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each stage and of all."""
+        return {**self._seconds, "total": time.perf_counter() - self._started}
+
+
+class Weights:
+    """The weights of one update. Every rank calls, and only the leader has a transaction."""
+
+    def __init__(self) -> None:
+        self.named: Named = []
+        """All tensors, or none of a stream."""
+        self.codes_wanted: CodesWanted | None = None
+        """On the leader, behind ``send``: what all ranks quantize from the next update on."""
 
     def check(self, ranks: tuple[int, ...]) -> None:
         """Raise what is wrong with them on this rank, of those that update together."""
 
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """One more, behind the others: the leader's own."""
+        raise NotImplementedError
+
     def report(self, ranks: int) -> Report:
         """What the leader must know of this rank, one of so many, to plan."""
+        return None
 
     def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
-        """Join the reports of all ranks on the leader; the others start to quantize. Every rank
-        calls.
+        """Join the reports of all ranks on the leader; the others start to quantize.
 
         Args:
             reports: of all ranks, on the leader.
         """
 
     def plan(
-        self,
-        sender: Sender,
-        client: EngineClient,
-        kv_scales: torch.Tensor | None,
-        device: torch.device | None,
+        self, sender: Sender, client: EngineClient, device: torch.device | None
     ) -> TransferPlan:
         """What the leader sends, and how."""
+        raise NotImplementedError
 
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
         """Gather every tensor on all ranks, in one order; the leader puts them into the bucket, and
         others may send a part."""
+        raise NotImplementedError
 
     def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
         """The engines have them.
@@ -99,26 +118,24 @@ class Weights(Protocol):
         """The update is over, however it ended."""
 
     def exhaust(self) -> None:
-        """Take part in what is left of the collectives: other ranks wait for them."""
+        """Take part in what is left of the collectives: other ranks wait for them. Of a whole model
+        none is: a failure reaches every rank before the next tensor."""
 
-    def digest(self, kv_scales: torch.Tensor | None) -> str:
-        """Tells them from others, on this rank; "" where they are gone, or it cannot.
-
-        Args:
-            kv_scales: what is sent with them.
-        """
+    def digest(self) -> str:
+        """Tells them from others, on this rank; "" where they are gone, or it cannot."""
+        return ""
 
 
-class WholeModel:
+class WholeModel(Weights):
     """A module, a mapping or a list: planned once, and read in place where nothing moves."""
 
     def __init__(self, model_or_named_tensors: nn.Module | NamedTensors) -> None:
+        super().__init__()
         self._family = None
         if isinstance(model_or_named_tensors, nn.Module):
             self._family = hf_names.model_type(model_or_named_tensors)
         # a fault waits for ``check``: the other ranks must hear of it
         self.named, self._fault = listed(model_or_named_tensors)
-        self.codes_wanted: CodesWanted | None = None
         self._placed: ShardReport = None
         self._stays: Shards | None = None
         """On the leader: where all ranks hold them, if none has moved."""
@@ -127,7 +144,8 @@ class WholeModel:
         self._ranks = 1
         self._repeats: bool | None = None
         """Whether the head is the embedding, on all ranks."""
-        self._sending: SharedSending | None = None
+        self._part: Part | None = None
+        """What this rank sends, where several do and it does not lead."""
 
     def check(self, ranks: tuple[int, ...]) -> None:
         if self._fault is not None:
@@ -136,120 +154,117 @@ class WholeModel:
         for name, tensor in self.named:
             check_readable(name, tensor)
 
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.named = [*self.named, (name, tensor)]
+
     def report(self, ranks: int) -> Report:
         self._ranks = ranks
         if ranks == 1:
             return None
-        self._placed, error = attempt(SHARD_REGISTRY.place, self.named)
+        self._placed, error = attempt(KEPT.shards.place, self.named)
         if error is not None:  # whatever this rank holds, the leader waits for each
             logger.warning("weights are gathered, which is slower", exc_info=error)
         placed = self._placed
-        own = SHARD_REGISTRY.own(placed) if isinstance(placed, str) else None
-        return placed, CODES_REGISTRY.ready(self.named, own), repeats_here(self.named)
+        own = KEPT.shards.own(placed) if isinstance(placed, str) else None
+        return placed, KEPT.codes.ready(self.named, own), repeats_here(self.named)
 
     def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
         if leader.is_alone:
             return
         if reports is None:  # the first rank waits for its GPU once more, as it plans
-            CODES_REGISTRY.start()
+            KEPT.codes.start()
         self._shards = leader.attempt(self._assemble, reports)
 
     def _assemble(self, reports: list[Report]) -> Shards | None:
         placed, codes, repeats = map(list, zip(*(each for each in reports if each), strict=True))
         self._repeats = on_all_ranks(repeats)
-        self._stays = SHARD_REGISTRY.assemble(placed, self.named)
-        return CODES_REGISTRY.assemble(self._stays, codes)
+        self._stays = KEPT.shards.assemble(placed, self.named)
+        return KEPT.codes.assemble(self._stays, codes)
 
     def plan(
-        self,
-        sender: Sender,
-        client: EngineClient,
-        kv_scales: torch.Tensor | None,
-        device: torch.device | None,
+        self, sender: Sender, client: EngineClient, device: torch.device | None
     ) -> TransferPlan:
-        CODES_REGISTRY.start()
-        if sender.layout["tied"] and self._ranks == 1:
+        if self._ranks > 1:
+            KEPT.codes.start()
+        elif sender.layout["tied"]:
             self._repeats = repeats_embedding(self.named)
         check_head(self.named, sender.layout["tied"], self._repeats)
-        named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
+        self.named = sender.settled(self.named, device)
         ranks = 1
-        if sender.layout["is_remote"] and is_on_all(self.named, self._ranks):
+        if sender.carrier(device).is_far and is_on_all(self.named, self._ranks):
             ranks = self._ranks
-        return sender.plan(named, self._family, device, shards=self._shards, ranks=ranks)
+        return sender.plan(self.named, self._family, device, shards=self._shards, ranks=ranks)
 
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
-        self.codes_wanted = leader.attempt(self._decide, transaction)
+        if self._stays is not None:
+            self.codes_wanted = leader.attempt(self._decide, transaction)
         if begun.reads_codes:
-            _, error = attempt(CODES_REGISTRY.check)
+            _, error = attempt(KEPT.codes.check)
             faults = leader.collect(None if error is None else str(error), CODES_S)
             leader.attempt(_raise_first, faults)
             clock.lap("quantize")
         if all(map(all, begun.mapped)):
             return  # engines read everything in place
-        if leader.is_alone and leader.attempt(Transaction.put_residents, transaction, self.named):
+        sessions = [None] * len(begun.layouts) if transaction is None else transaction.sessions
+        is_one = leader.is_alone and len(sessions) == 1
+        if is_one and leader.attempt(UpdateSession.put_residents, sessions[0], self.named):
             clock.lap("write")
             return
-        sending = None
-        if begun.is_remote and not leader.is_alone:
-            sending = self._sending = send_together(leader, transaction, self.named, self._family)
-        plans = None if transaction is None else [each.plan for each in transaction.sessions]
-        planned = (
-            [sources_for(self.named, self._family, layout) for layout in begun.layouts]
-            if plans is None
-            else [plan.sources for plan in plans]
-        )
-        for index, (_, tensor) in enumerate(self.named):
+        together, named = None, self.named
+        if begun.in_parts:
+            together = send_together(leader, transaction, named, self._family)
+        if together is not None:
+            self._part, named = together
+        planned = [
+            sources_for(named, self._family, layout) if session is None else session.plan.sources
+            for layout, session in zip(begun.layouts, sessions, strict=True)
+        ]
+        for index, (_, tensor) in enumerate(named):
             wholes: dict[torch.dtype, torch.Tensor] = {}
-            for number, sources in enumerate(planned):
+            for session, sources, mapped in zip(sessions, planned, begun.mapped, strict=True):
                 source = sources[index]
-                if begun.mapped[number][index] or not source.cuts:
+                if mapped[index] or not source.cuts:
                     continue
                 if source.held_as not in wholes:
                     wholes[source.held_as] = source.read(tensor)
                 clock.lap("read")
-                leader.attempt(Transaction.put, transaction, number, index, wholes[source.held_as])
-                if sending is not None:
-                    sending.put(index, wholes[source.held_as])
+                leader.attempt(UpdateSession.put, session, index, wholes[source.held_as])
+                if self._part is not None:
+                    self._part.put(index, wholes[source.held_as])
                 clock.lap("write")
-        if sending is not None:
-            sending.finish(leader, transaction)
+        if together is not None:
+            end_together(leader, transaction, self._part)
 
     def _decide(self, transaction: Transaction) -> CodesWanted | None:
         readers = [(each.sender.layout, len(each.members)) for each in transaction.sessions]
-        wanted, error = attempt(
-            CODES_REGISTRY.decide, self._stays, self.named, self._family, readers
-        )
+        wanted, error = attempt(KEPT.codes.decide, self._stays, self.named, self._family, readers)
         if error is not None:
             logger.warning("shards are not quantized, which is slower", exc_info=error)
         return wanted
 
     def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
-        if self._sending is not None:
-            self._sending.committed()
+        if self._part is not None:
+            self._part.committed()
         if self._ranks == 1:
             return
         placed = self._placed
         seed = placed.placement.seed if isinstance(placed, PlacedShards) else placed
-        CODES_REGISTRY.committed(seed, codes, opened)
-
-    def exhaust(self) -> None:
-        """A failure reaches every rank before the next tensor."""
+        KEPT.codes.committed(seed, codes, opened)
 
     def close(self) -> None:
-        if self._sending is not None:
-            self._sending.close()
+        if self._part is not None:
+            self._part.close()
 
-    def digest(self, kv_scales: torch.Tensor | None) -> str:
-        scales = [] if kv_scales is None else [(KV_SCALES, kv_scales)]
-        found, error = attempt(weights_digest, [*self.named, *scales])
+    def digest(self) -> str:
+        found, error = attempt(weights_digest, self.named)
         if error is not None:
             logger.warning("a second try will not be compared with this one", exc_info=error)
         return found or ""
 
 
-class Stream:
+class Stream(Weights):
     """An iterator of (HF name, whole tensor): walked once, and no tensor is kept.
 
     A tensor is read before the next one is asked for, so the iterator may reuse its memory. A GPU
@@ -259,32 +274,24 @@ class Stream:
     def __init__(
         self, tensors: Iterator[tuple[str, torch.Tensor]], announcement: Announcement | None
     ) -> None:
-        self.named: Named = []
-        self.codes_wanted: CodesWanted | None = None
+        super().__init__()
         self._tensors, self._announcement = tensors, announcement
+        self._added: Named = []
 
-    def check(self, ranks: tuple[int, ...]) -> None:
-        """Nothing has come yet."""
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._added.append((name, tensor))
 
     def plan(
-        self,
-        sender: Sender,
-        client: EngineClient,
-        kv_scales: torch.Tensor | None,
-        device: torch.device | None,
+        self, sender: Sender, client: EngineClient, device: torch.device | None
     ) -> TransferPlan:
-        return sender.stream_plan(client, self._announcement, kv_scales, device)
-
-    def report(self, ranks: int) -> Report:
-        return None
-
-    def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
-        """Nothing has come yet."""
+        added = sender.settled(self._added, device)
+        return sender.stream_plan(client, self._announcement, added, device)
 
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
-        for name, tensor in self._tensors:
+        sessions = [] if transaction is None else transaction.sessions
+        for name, tensor in chain(self._tensors, self._added):
             if isinstance(tensor, DTensor):
                 check_readable(name, tensor)
                 if leader.is_alone and tensor.device_mesh.size() > 1:
@@ -294,22 +301,15 @@ class Stream:
                     )
                 tensor = tensor.full_tensor()
             clock.lap("read")
-            leader.attempt(Transaction.put_named, transaction, name, tensor)
+            for session in sessions:
+                leader.attempt(UpdateSession.put_named, session, name, tensor)
             clock.lap("write")
-        leader.attempt(Transaction.end_stream, transaction)
-
-    def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
-        """Nothing is kept here."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+        for session in sessions:
+            leader.attempt(UpdateSession.end_stream, session)
 
     def exhaust(self) -> None:
         for _ in self._tensors:
             pass
-
-    def digest(self, kv_scales: torch.Tensor | None) -> str:
-        return ""
 
 
 def _raise_first(faults: list[str | None]) -> None:

@@ -1,1 +1,1 @@
-"""Where engines read weights: in the trainer's own memory, or in a bucket that it fills."""
+"""How weights reach engines: read where they lie, or carried in chunks."""

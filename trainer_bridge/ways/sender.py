@@ -1,33 +1,39 @@
-"""What a trainer keeps for engines of one layout: plans, and the memory that they read."""
+"""The table of ways, the one choice among them, and what a trainer keeps for engines of one layout:
+plans, and the memory that they read."""
 
-from collections.abc import Collection, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.formats import by_tensor
-from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import CHUNK_ALIGNMENT, ManifestError
 from trainer_bridge.engines.engine_client import EngineClient
 from trainer_bridge.shards.placed_shards import Shards
 from trainer_bridge.sources.announcement import Announcement, announced
 from trainer_bridge.sources.parameters import Named
-from trainer_bridge.transfer.layout import (
-    check_kv_scales,
-    format_of_codes,
-    ignored,
-    senders_of,
-    slots_for,
-    sources_for,
-)
+from trainer_bridge.transfer.layout import check_kv_scales, format_of_codes, ignored, sources_for
 from trainer_bridge.transfer.packer import Packer, packer_on
-from trainer_bridge.transfer.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
-from trainer_bridge.transport.bucket import Bucket, bucket_on
+from trainer_bridge.transfer.transfer_plan import TransferPlan, can_be_mapped, is_aligned
+from trainer_bridge.transport.bucket import Bucket
+from trainer_bridge.transport.cuda_ipc import segments_message
 from trainer_bridge.transport.rank_client import Content, Ranks
-from trainer_bridge.ways.in_place import InPlace
+from trainer_bridge.ways.carriers import TCP, Carrier, GPUBucket, HostBucket
+from trainer_bridge.ways.in_place import (
+    Case,
+    InPlace,
+    OfShards,
+    Parameters,
+    ShardCodes,
+    WholeShards,
+)
+
+IN_PLACE: tuple[type[InPlace], ...] = (ShardCodes, WholeShards, Parameters)
+"""For each parameter the first of these that finds it where it lay at the last update."""
+CARRIERS: tuple[type[Carrier], ...] = (TCP, GPUBucket, HostBucket)
+"""For all others together the first of these that reaches the engines; none reads in place what is
+on another host."""
 
 
 class Sender:
@@ -41,7 +47,7 @@ class Sender:
 
     def __init__(self, layout: dict[str, Any]) -> None:
         self.layout = layout
-        self._plans: dict[tuple[bool, bool], tuple[Signature, TransferPlan]] = {}
+        self._plans: dict[tuple[bool, bool], tuple[Any, TransferPlan]] = {}
         self.ignored = ignored(layout)
         """What an update may bring that the engines keep nothing of."""
         self._stream: Named | None = None
@@ -49,8 +55,11 @@ class Sender:
         self._stream_plans: dict[tuple[bool, torch.device | None], TransferPlan] = {}
         """How to send that again: with or without KV scales, and through which GPU."""
         self._kv_scales: torch.Tensor | None = None
+        self.ways = {way: way(layout) for way in IN_PLACE}
+        self._told: tuple[Any, dict[str, Any]] | None = None
+        """What ranks were told of what they read in place, and what that was made of."""
+        self._carriers: dict[torch.device | None, Carrier] = {}
         self._bucket: Bucket | None = None
-        self._in_place = InPlace(layout)
         self._packer: tuple[TransferPlan, Bucket, Packer] | None = None
         self.is_shared = False
         """Whether several engines have this memory open: what is put into the bucket is quantized
@@ -58,6 +67,24 @@ class Sender:
         self._users: set[object] = set()
         self.sends_alone = False
         """Whether some rank of the trainer could not connect to these engines."""
+
+    def carrier(self, device: torch.device | None) -> Carrier:
+        """The way of all that is not read in place.
+
+        Args:
+            device: the trainer's GPU, or None where it has none that the engines can read.
+        """
+        if device not in self._carriers:
+            way = next(way for way in CARRIERS if way.fits(self.layout, device))
+            self._carriers[device] = way(self.layout, device)
+        return self._carriers[device]
+
+    def choose(self, case: Case) -> dict[int, InPlace]:
+        """The way of each parameter that is read in place."""
+        chosen: dict[int, InPlace] = {}
+        for way in self.ways.values():
+            chosen |= dict.fromkeys(way.choose(case, chosen), way)
+        return chosen
 
     def share_with(self, engines: Iterable[object]) -> None:
         """Get ready for an update of these engines; others may have the memory open too."""
@@ -71,24 +98,28 @@ class Sender:
         """Free the memory unless someone else has it open."""
         self._users.discard(user)
         if not self._users:
-            self._in_place.forget()
+            self._forget_places()
             self._free_bucket()
 
-    def kv_scales(self, scales: Any, device: torch.device | None) -> torch.Tensor:
-        """KV scales, ready to be sent; with a GPU, as a copy at an address that stays.
+    def settled(self, named: Named, device: torch.device | None) -> Named:
+        """The same, with KV scales checked, and with a GPU as a copy at an address that stays.
 
         So they are read in place where the weights are, and are new at each step all the same.
+        They come last.
 
         Raises:
             ManifestError: the engines have no FP8 KV cache, or one of other layers or heads.
         """
+        *others, (name, scales) = named or [("", torch.empty(0))]
+        if name != KV_SCALES:
+            return named
         check_kv_scales(scales, self.layout.get("kv_cache"))
         if device is None:
-            return scales  # type: ignore[no-any-return]
+            return named
         kept = self._kv_scales
         if kept is None or kept.device != device or kept.shape != scales.shape:
             kept = self._kv_scales = torch.empty(scales.shape, device=device)
-        return kept.copy_(scales.detach())
+        return [*others, (name, kept.copy_(scales.detach()))]
 
     def remember_stream(self, plan: TransferPlan, order: Iterable[int]) -> None:
         """Plan the next stream as this one came.
@@ -109,22 +140,23 @@ class Sender:
         self,
         client: EngineClient,
         announcement: Announcement | None,
-        kv_scales: torch.Tensor | None,
+        added: Named,
         device: torch.device | None,
     ) -> TransferPlan:
         """The plan for a stream: that of the last one, or one that is made as tensors come.
 
         Args:
             client: one of the engines.
+            added: what comes behind the stream.
 
         Raises:
             EngineError: the engine cannot be reached.
             ManifestError: the tensors of the stream are not known.
         """
-        way = kv_scales is not None, device
+        way = bool(added), device
         kept = self._stream_plans.get(way)
         if kept is not None:
-            self._in_place.forget()
+            self._forget_places()
             return kept
         layout, known = self.layout, self._stream
         if known is None:
@@ -132,8 +164,7 @@ class Sender:
             named = announced(announcement, client, dtype, fp32)
         else:
             named = known
-        if kv_scales is not None:
-            named = [*named, (KV_SCALES, kv_scales.to("meta"))]
+        named = [*named, *((name, tensor.to("meta")) for name, tensor in added)]
         plan = self.plan(named, None, device, streamed=known is None)
         if known is not None:
             self._stream_plans[way] = plan
@@ -150,9 +181,6 @@ class Sender:
     ) -> TransferPlan:
         """The plan for these tensors, made again where anything but values changed.
 
-        What the engine keeps in FP8 is sent so by a GPU, and through host memory to another host or
-        to GPUs.
-
         Args:
             family: see ``sources.sources``.
             streamed: the tensors come in another order than this one.
@@ -162,71 +190,49 @@ class Sender:
         Raises:
             ManifestError: the tensors cannot make an update.
         """
-        layout = self.layout
         readable = [can_be_mapped(tensor) and tensor.device == device for _, tensor in named]
-        scales = self._kv_scales
-        # for several engines, what is whole here is quantized once
-        alone = [
-            is_readable and not layout["is_remote"] and (tensor is scales or not self.is_shared)
-            for (_, tensor), is_readable in zip(named, readable, strict=True)
-        ]
-        in_reach = None if device is None or layout["is_remote"] else shards
-        mapped = self._in_place.choose(named, family, alone, scales, in_reach)
+        carrier = self.carrier(device)
+        case = Case(named, family, readable, shards, self._kv_scales, self.is_shared)
+        chosen = {} if carrier.is_far else self.choose(case)
         resident = [
             is_readable and is_aligned(tensor)
             for (_, tensor), is_readable in zip(named, readable, strict=True)
         ]
-        coded = self._in_place.coded
         tensors = tuple(
-            (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), *ways, index in coded)
-            for index, ((name, tensor), ways) in enumerate(
-                zip(named, zip(resident, mapped, strict=True), strict=True)
+            (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), is_resident, way)
+            for (name, tensor), is_resident, way in zip(
+                named, resident, map(chosen.get, range(len(named))), strict=True
             )
         )
-        slots = slots_for(device, layout)
-        senders = 1
-        if layout["is_remote"] and not streamed and not self.sends_alone:
-            senders = senders_of(ranks, layout["bucket_bytes"])
-        signature = family, device, senders, tensors
-        way = any(mapped), KV_SCALES in (name for name, _ in named)
-        kept = self._plans.get(way)
+        senders = 1 if streamed or self.sends_alone else carrier.senders(ranks)
+        signature = family, carrier, senders, tensors
+        has = bool(chosen), KV_SCALES in (name for name, _ in named)
+        kept = self._plans.get(has)
         if kept is not None and kept[0] == signature and not streamed:
             return kept[1]
-        is_encoded = device is not None or layout["through_host"] or layout["is_remote"]
-        quantized = by_tensor(self.layout["formats"]) if is_encoded else {}
-        make = partial(self._plan, named, family, mapped, coded, quantized, resident, streamed)
+
+        def made(slots: int) -> TransferPlan:
+            return TransferPlan(
+                sources_for(named, family, self.layout),
+                [index in chosen for index in range(len(named))],
+                self.layout["bucket_bytes"] // slots // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT,
+                carrier.quantized,
+                [index for index, is_resident in enumerate(resident) if is_resident],
+                streamed,
+                slots,
+                [index for index, way in chosen.items() if isinstance(way, ShardCodes)],
+                format_of_codes(self.layout).name,
+            )
+
         try:
-            plan = make(slots * senders)
+            plan = made(carrier.slots * senders)
         except ManifestError:
             if senders == 1:
                 raise
-            plan = make(slots)  # a row of blocks is larger than such a chunk
+            plan = made(carrier.slots)  # a row of blocks is larger than such a chunk
         if not streamed:
-            self._plans[way] = (signature, plan)
+            self._plans[has] = (signature, plan)
         return plan
-
-    def _plan(
-        self,
-        named: Named,
-        family: str | None,
-        mapped: list[bool],
-        coded: Collection[int],
-        quantized: dict[str, WeightFormat],
-        resident: list[bool],
-        streamed: bool,
-        slots: int,
-    ) -> TransferPlan:
-        return TransferPlan(
-            sources_for(named, family, self.layout),
-            mapped,
-            self.layout["bucket_bytes"] // slots // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT,
-            quantized,
-            [index for index, is_resident in enumerate(resident) if is_resident],
-            streamed,
-            slots,
-            coded,
-            format_of_codes(self.layout).name,
-        )
 
     def share(
         self,
@@ -245,48 +251,85 @@ class Sender:
             what fills the bucket, or None where everything is mapped.
         """
         if any(plan.mapped):
-            message = self._in_place.message(plan)
+            message = self._segments(plan)
             if message["name"] not in ranks.known:
                 ranks.ask(message)
         if not plan.streamed and not any(plan.spans):
             if self._users <= {*users}:  # another engine may have the bucket open
                 self._free_bucket()  # every rank let go of it before it answered
             return None
-        bucket = self._bucket_on(device, plan.manifest.bucket_bytes)
-        previous, self._bucket = self._bucket, bucket
-        bucket.share(ranks)
-        if previous is not None and previous is not bucket:
+        return self.fill(plan, device, ranks)
+
+    def fill(
+        self, plan: TransferPlan, device: torch.device | None, ranks: Ranks | None = None
+    ) -> Packer:
+        """What fills the bucket.
+
+        Args:
+            ranks: have it open then; none are told where another rank of the trainer has.
+        """
+        place = torch.device("cpu") if device is None else device
+        nbytes, previous = plan.manifest.bucket_bytes, self._bucket
+        kept = previous and (previous.content.device, previous.content.numel())
+        if kept != (place, nbytes):
+            self._bucket = self.carrier(device).bucket(nbytes)
+        assert self._bucket is not None
+        if ranks is not None:
+            self._bucket.share(ranks)
+        if previous is not None and previous is not self._bucket:
             previous.close()  # every rank let go of it as it opened the new one
-        if self._packer is None or self._packer[:2] != (plan, bucket):
+        if self._packer is None or self._packer[:2] != (plan, self._bucket):
             dtype = getattr(torch, self.layout["dtype"])
-            self._packer = plan, bucket, packer_on(device, plan, bucket.content, dtype)
+            packer = packer_on(device, plan, self._bucket.content, dtype)
+            self._packer = plan, self._bucket, packer
         return self._packer[2]
 
     @property
     def reads_shards(self) -> bool:
         """Whether the plan that was asked for last maps shards of several ranks."""
-        return self._in_place.has_shards
+        return any(isinstance(way, OfShards) for way in self._used)
 
     @property
     def opened(self) -> tuple[str, ...]:
         """Seeds of the shards and codes that ``share`` had engines open."""
-        return self._in_place.seeds
+        used = (way for way in self._used if isinstance(way, OfShards))
+        return tuple(seed for way in used for seed in way.memory[0])
 
     def content(self, plan: TransferPlan, chunk: int) -> Content:
-        """What the bucket holds of a chunk, for ranks that do not share its memory."""
-        assert self._bucket is not None
+        """What the bucket holds of a chunk."""
+        if self._bucket is None:  # all is read in place
+            return Content(0, torch.empty(0, dtype=torch.uint8))
         offset, size = plan.extent(chunk)
         return Content(offset, self._bucket.content[offset : offset + size])
+
+    @property
+    def _used(self) -> list[InPlace]:
+        return [way for way in self.ways.values() if way.found]
+
+    def _segments(self, plan: TransferPlan) -> dict[str, Any]:
+        """What ranks need for this plan, which maps what was chosen."""
+        memories = [way.memory for way in self._used]
+        if self._told is None or self._told[0] != (memories, plan):
+            seeds: list[str] = []
+            handles: list[Any] = []
+            places = {}
+            for way, (of, opened) in zip(self._used, memories, strict=True):
+                for name, pieces in way.pieces(plan).items():
+                    places[name] = [
+                        piece._replace(segment=len(handles) + piece.segment) for piece in pieces
+                    ]
+                seeds += of
+                handles += opened
+            self._told = (memories, plan), segments_message(seeds, handles, places)
+        return self._told[1]
+
+    def _forget_places(self) -> None:
+        for way in self.ways.values():
+            way.forget()
+        self._told = None
 
     def _free_bucket(self) -> None:
         self._packer = None
         bucket, self._bucket = self._bucket, None  # engines that are told at once may both be here
         if bucket is not None:
             bucket.close()
-
-    def _bucket_on(self, device: torch.device | None, nbytes: int) -> Bucket:
-        place = torch.device("cpu") if device is None else device
-        kept = self._bucket
-        if kept is None or kept.content.device != place or kept.content.numel() != nbytes:
-            return bucket_on(device, nbytes, self.layout["is_remote"])
-        return kept

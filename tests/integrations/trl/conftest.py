@@ -12,7 +12,7 @@ from sgl_fp8rl.protocol.policy import Policy
 from tests.integrations.trl import tiny
 from trainer_bridge import UpdateResult
 from trainer_bridge.adapters import trl as adapter
-from trainer_bridge.session.connections import connection_to
+from trainer_bridge.session.kept import KEPT
 
 Make = Callable[..., Any]
 """Makes a trainer without an engine, of options of ``GRPOConfig``."""
@@ -63,7 +63,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         assert engine is fake and group is None
         assert version > fake.version or run != fake.run
         fake.run, fake.version = run, version
-        connection_to(fake).policy = Policy(run, version)
+        KEPT.connection_to(fake).policy = Policy(run, version)
         return UpdateResult(run, version, 1, 1, 0, {"total": 0.5}, None)
 
     monkeypatch.setattr(adapter, "update", update)

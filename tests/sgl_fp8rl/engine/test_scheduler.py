@@ -29,7 +29,7 @@ from tests.sgl_fp8rl.engine import copies
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_host import Exchange
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.transport.bucket import HostBucket
+from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.rank_client import RankClients
 
 TP = 2
@@ -510,7 +510,7 @@ class Trainer:
         self.ranks = RankClients(begun["sockets"], TOKEN)
 
     def write(self) -> None:
-        bucket = HostBucket(1 << 19)
+        bucket = Bucket(1 << 19)
         bucket.share(self.ranks)
         session = self.engine.ranks[0].session
         assert session is not None
@@ -595,7 +595,7 @@ def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
     """Half of the ranks hold the old version, the others no version at all."""
     for rank in range(TP):
         trainer = Trainer(engine, toy.checkpoint(), rank)
-        HostBucket(1 << 19).share(trainer.ranks)
+        Bucket(1 << 19).share(trainer.ranks)
         framing.send(trainer.ranks._sockets[rank], {"op": "chunk", "index": 0})
         assert framing.receive(trainer.ranks._sockets[rank])[0] == {"ok": True}
         assert trainer.ended()["state"] == "quarantined"
