@@ -14,7 +14,8 @@ QUICK := .venv/quick
 CPU_TORCH ?=
 
 # Pages of the API reference.
-API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config trainer_bridge.metrics \
+API := trainer_bridge trainer_bridge.updates.update trainer_bridge.rollouts.rollout \
+	trainer_bridge.fp8.fp8_forward trainer_bridge.correction trainer_bridge.correction.config trainer_bridge.metrics \
 	trainer_bridge.router_replay trainer_bridge.transport.ray_actor server_args sgl_fp8rl.options \
 	trainer_bridge.adapters.trl trainer_bridge.adapters.contract trainer_bridge.adapters.updates \
 	trainer_bridge.adapters.rollouts

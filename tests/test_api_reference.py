@@ -15,10 +15,12 @@ import pytest
 
 import server_args
 import trainer_bridge
+from trainer_bridge import metrics
 from trainer_bridge.adapters import contract, rollouts, trl, updates
 from trainer_bridge.transport import ray_actor
 
-MODULES = (trainer_bridge, server_args, contract, rollouts, trl, updates, ray_actor)
+OF_TRAINER = (trainer_bridge, metrics, ray_actor)
+MODULES = (*OF_TRAINER, server_args, contract, rollouts, trl, updates)
 
 
 def public(module: ModuleType) -> list[str]:

@@ -30,49 +30,43 @@ To compute the forward with the very FP8 codes that the engine serves:
 >>> fp8.check(engine)
 """
 
-from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
-from trainer_bridge.engines.engine_client import EngineError, connect
-from trainer_bridge.fp8.fp8_forward import FP8Forward, fp8_forward
+from trainer_bridge.correction import PRESETS, CorrectionConfig, correct, policy_loss
+from trainer_bridge.correction import Correction as Correction
+from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.engines.engine_client import connect as connect
+from trainer_bridge.fp8.fp8_forward import FP8Forward as FP8Forward
+from trainer_bridge.fp8.fp8_forward import fp8_forward
 from trainer_bridge.kv.kv_calibrator import KVCalibrator
-from trainer_bridge.metrics import (
-    Alarm,
-    TokenMismatch,
-    check_alarms,
-    mismatch_metrics,
-    worst_tokens,
-)
+from trainer_bridge.metrics import Alarm as Alarm
+from trainer_bridge.metrics import TokenMismatch as TokenMismatch
+from trainer_bridge.metrics import check_alarms, mismatch_metrics
+from trainer_bridge.metrics import worst_tokens as worst_tokens
 from trainer_bridge.rollouts.logprobs import response_logprobs
-from trainer_bridge.rollouts.rollout import Rollout, rollout
-from trainer_bridge.rollouts.routed_experts import routing_disagreement
-from trainer_bridge.router_replay import record_routing, replay_routing
+from trainer_bridge.rollouts.rollout import Rollout as Rollout
+from trainer_bridge.rollouts.rollout import rollout
+from trainer_bridge.rollouts.routed_experts import routing_disagreement as routing_disagreement
+from trainer_bridge.router_replay import record_routing as record_routing
+from trainer_bridge.router_replay import replay_routing
 from trainer_bridge.session.kept import KEPT
-from trainer_bridge.updates.update import UpdateResult, update
+from trainer_bridge.updates.update import UpdateResult as UpdateResult
+from trainer_bridge.updates.update import update
 
 close = KEPT.close
 
+# What a loop calls. The other names are types and closer looks, whose modules have their own pages.
 __all__ = [
     "PRESETS",
-    "Alarm",
-    "Correction",
     "CorrectionConfig",
     "EngineError",
-    "FP8Forward",
     "KVCalibrator",
-    "Rollout",
-    "TokenMismatch",
-    "UpdateResult",
     "check_alarms",
     "close",
-    "connect",
     "correct",
     "fp8_forward",
     "mismatch_metrics",
     "policy_loss",
-    "record_routing",
     "replay_routing",
     "response_logprobs",
     "rollout",
-    "routing_disagreement",
     "update",
-    "worst_tokens",
 ]
