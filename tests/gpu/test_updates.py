@@ -303,6 +303,8 @@ def test_no_number(run: Run, server: Server, place: str, kept: str, bad: float) 
     assert_healed(run)
 
 
+# whatever the format: these two, since each takes two minutes and the GPU to itself
+@pytest.mark.parametrize("run", list(CASES.values())[:2], ids=list(CASES)[:2], indirect=True)
 @pytest.mark.alone
 @pytest.mark.guarantee("quarantine", fault="the trainer is killed in the middle of an update")
 def test_a_killed_trainer(run: Run, server: Server) -> None:
