@@ -37,10 +37,3 @@ def test_every_line_names_a_module() -> None:
     gone = sorted(set(lines) - modules())
     assert not gone, f"remove from docs/architecture.md: {', '.join(gone)}"
     assert len(lines) == len(set(lines)), "a module has two lines in docs/architecture.md"
-
-
-def test_the_page_is_read_by_folder() -> None:
-    text = (
-        "### a/b\n| module | x |\n|---|---|\n| `c.py` | y |\n### d\n| `c.py` | z |\n| `e.py` | |\n"
-    )
-    assert mapped(text) == ["a/b/c.py", "d/c.py"]
