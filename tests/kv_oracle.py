@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests import oracle
@@ -239,3 +240,36 @@ def plant(where: Case, value: float, *, side: int = 0) -> Case:
     if math.isnan(value) and math.copysign(1, value) < 0:
         x_THD.view(torch.int16)[0, -1, 3] = -0x40  # 0xFFC0: a cast to BF16 drops the sign
     return where
+
+
+any_usual_case = st.builds(
+    case,
+    st.tuples(
+        st.integers(1, 20), st.integers(1, 9), st.sampled_from([*range(16, 129, 16), 192, 256])
+    ),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    gap=st.sampled_from([0, 1, 8, 16]),
+    padding=st.booleans(),
+    spread=st.floats(0.01, 10),
+    seed=st.integers(0, 2**32 - 1),
+)
+# NaN and Inf of BF16 and of FP16, and zeros
+SPECIAL = [0x7FC0, 0xFFC1, 0x7F80, 0xFF80, 0x7E00, 0xFE01, 0x7C00, 0xFC00, 0x0000, 0x8000, 0x0001]
+
+
+@st.composite
+def any_bits(draw: st.DrawFn) -> Case:
+    """Any bits at any slots, that of padding tokens among them."""
+    T, H, D = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.sampled_from([16, 48, 64]))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    word = st.integers(0, 65535) | st.sampled_from(SPECIAL)
+    bits = draw(st.lists(word, min_size=16, max_size=64))
+    scale = st.floats(2.0**-20, 2.0**10, width=32, exclude_min=True)
+    scale_2H = torch.tensor(draw(st.lists(scale, min_size=2 * H, max_size=2 * H))).view(2, H)
+
+    def spread(start: int) -> Tensor:
+        words = [bits[(start + i * i) % len(bits)] for i in range(T * H * D)]
+        return torch.tensor(words, dtype=torch.int32).to(torch.uint16).view(dtype).view(T, H, D)
+
+    slots_T = torch.tensor(draw(st.permutations(range(8)))[:T])
+    return Case(spread(0), spread(7), slots_T, *scale_2H, draw(st.integers(0, 5)))

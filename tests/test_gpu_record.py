@@ -38,14 +38,6 @@ def test_the_page_names_commit_gpu_and_counts() -> None:
     assert "Not recorded: test_b.py" in page([part("test_a.py")], FILES)
 
 
-def test_rows_are_in_the_order_of_the_files_under_their_commit() -> None:
-    files = ["tests/gpu/test_d.py", "tests/gpu/test_a.py"]
-    later = part("test_c.py", commit="def5678")
-    made = page(merged([], [later, part("", files=files), part("test_b.py")]), set())
-    found = re.findall(r"^## (\w+)|^\| ([a-d][a-d, ]*) \|", made, re.MULTILINE)
-    assert [one or other for one, other in found] == ["abc1234", "a, d", "b", "def5678", "c"]
-
-
 def test_a_part_replaces_what_ran_of_its_files_before() -> None:
     alone = part("test_a.py", alone=True)
     old = [part("", files=["test_a.py", "test_b.py"]), alone, part("test_c.py")]

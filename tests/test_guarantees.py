@@ -48,9 +48,3 @@ def test_every_promise_is_on_the_page() -> None:
         promise["title"] for promise in PROMISES.values() if f"**{promise['title']}.**" not in page
     ]
     assert not missing
-
-
-def test_marks_are_read_from_sources() -> None:
-    source = '@pytest.mark.guarantee("in-place", fault="a moved block")\ndef test_moved(): pass\n'
-    other = "@pytest.mark.engine\ndef test_other(): pass\n"
-    assert list(marks_in(source + other)) == [("in-place", "a moved block")]

@@ -184,8 +184,11 @@ def test_server_args_is_stdlib_only() -> None:
     assert loaded - set(sys.stdlib_module_names) == {"server_args"}
 
 
-@pytest.mark.parametrize("module", ["trainer_bridge", "trainer_bridge.adapters.slime"])
-def test_a_trainer_loads_no_sglang(module: str) -> None:
+@pytest.mark.parametrize(
+    "module",
+    ["trainer_bridge", "trainer_bridge.adapters.slime", "sgl_fp8rl.tools.precision.command"],
+)
+def test_trainer_and_precision_load_no_sglang(module: str) -> None:
     loaded = loaded_by(f"import {module}")
     assert "torch" in loaded
     assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
@@ -251,12 +254,6 @@ def test_the_adapter_of_trl_needs_no_other_framework() -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({others}))\n"
     loaded = loaded_by(f"{code}import trainer_bridge.adapters.trl")
     assert {"trl", "accelerate", "transformers"} <= loaded
-
-
-def test_precision_loads_no_sglang() -> None:
-    loaded = loaded_by("import sgl_fp8rl.tools.precision.command")
-    assert "torch" in loaded
-    assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
 
 
 def test_plan_loads_no_torch() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tests import oracle
 from tests.gpu.policies import MOE, draw, write_checkpoint
-from tests.logprob_oracle import Reference, Sampled, fake_quantize
+from tests.logprob_oracle import Reference, fake_quantize
 
 TINY = replace(MOE, hidden=256, intermediate=128, kv_heads=2, heads=4, experts=16, vocabulary=512)
 ROUNDED = 0.05
@@ -41,21 +41,6 @@ def test_experts_lie_where_transformers_reads_them(tmp_path: Path) -> None:
     mixed[router] = policy[router][[1, 0, *range(2, TINY.experts)]]
     (same,) = Reference(config, mixed).logprobs([prompt.tolist()])
     torch.testing.assert_close(same, wanted, atol=ROUNDED / 100, rtol=0)
-
-
-def test_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = draw(TINY, 0, "cpu")
-    reference = Reference(write_checkpoint(TINY, policy, tmp_path / "0"), policy)
-    sequences = [list(range(n, n + 8 + n)) for n in range(5)]
-    whole = reference.logprobs(sequences)
-    monkeypatch.setattr("tests.logprob_oracle.LOGITS", 2 * 12 * TINY.vocabulary)
-    sampled = [
-        Sampled(sequence[:4], sequence[4:], row[3:].tolist(), [0] * (len(sequence) - 4))
-        for sequence, row in zip(sequences, whole, strict=True)
-    ]
-    for one, distance in zip(sampled, reference.distances(sampled), strict=True):
-        assert distance.shape == (len(one.tokens),)
-        assert distance.max() < ROUNDED / 100
 
 
 def test_a_policy_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -69,11 +69,6 @@ def test_the_cause_is_reported_where_it_is_said_last(
     assert "rank 1 ended" in reported and reported.endswith("in step / ValueError: too late")
 
 
-def test_all_well(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(root)
-    assert of_plan(monkeypatch, run.Suite("good", "1.0", ("test_good.py",))) == 0
-
-
 def test_a_skipped_test_fails_a_suite_that_may_not_skip(
     root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,20 +1,6 @@
 """Caps of sizes: what is beyond one is named, and no cap rises by itself."""
 
-from pathlib import Path
-
 from tests import sizes, trace_update
-
-
-def test_lines_words_and_the_largest_file_are_counted(tmp_path: Path) -> None:
-    for name in (*sizes.CODE, sizes.PAGES):
-        (tmp_path / name / "inner").mkdir(parents=True)
-        (tmp_path / name / "a.py").write_text("one\n\nthree")
-        (tmp_path / name / "inner" / "b.py").write_text("one\n")
-        (tmp_path / name / "inner" / "page.md").write_text("two words\n")
-    assert sizes.sizes(tmp_path) == {**dict.fromkeys(sizes.CODE, 4), sizes.PAGES: 2}
-    rows = [line.split() for line in sizes.table(tmp_path).splitlines()]
-    assert ["tests", "2", "4", "2", "3", "a.py"] in rows
-    assert ["tests/inner", "1", "1", "1", "1", "b.py"] in rows
 
 
 def test_what_is_beyond_its_cap_is_named() -> None:

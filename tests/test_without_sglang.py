@@ -21,7 +21,6 @@ def test_is_told():
 def test_is_marked(): assert False
 """,
 }
-SKIPPED = ("test_needs.py", "test_mixed.py", "test_is_marked")
 
 
 def test_what_needs_it_is_skipped(tmp_path: Path) -> None:

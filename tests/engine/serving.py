@@ -105,8 +105,8 @@ def begin_message(manifest: Manifest, version: int) -> dict[str, Any]:
     }
 
 
-def begin(engine: EngineClient, tensors: Tensors, version: int) -> dict[str, Any]:
-    return engine.control(begin_message(manifest_of(tensors), version))
+def begin(engine: EngineClient, tensors: Tensors, version: int, **more: Any) -> dict[str, Any]:
+    return engine.control(begin_message(manifest_of(tensors), version) | more)
 
 
 class ByHand:
@@ -155,9 +155,13 @@ class ByHand:
 
 
 @contextmanager
-def by_hand(server: Server, tensors: Tensors, version: int) -> Iterator[ByHand]:
-    """An update whose chunks the test sends; at the end it is over, one way or another."""
-    trainer = ByHand(begin(server, tensors, version), tensors)
+def by_hand(server: Server, tensors: Tensors, version: int, **more: Any) -> Iterator[ByHand]:
+    """An update whose chunks the test sends; at the end it is over, one way or another.
+
+    Args:
+        more: fields of the message that begins it.
+    """
+    trainer = ByHand(begin(server, tensors, version, **more), tensors)
     try:
         yield trainer
     finally:

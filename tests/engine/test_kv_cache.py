@@ -191,12 +191,9 @@ def history(qk_norm: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return seen
 
 
-def test_the_layout_tells_what_scales_are_needed(history: dict[str, Any]) -> None:
+def test_the_first_prefill_sets_the_scales(history: dict[str, Any]) -> None:
     layout = {"format": "e4m3", "layers": LAYERS, "kv_heads": KV_HEADS}
     assert history["layout"]["kv_cache"] == layout
-
-
-def test_the_first_prefill_sets_the_scales(history: dict[str, Any]) -> None:
     start, first = history["kv start"], history["kv first"]
     assert start["pending"] and not first["pending"]
     assert torch.equal(torch.tensor(start["scales"]), START)
@@ -228,9 +225,6 @@ def test_changed_scales_are_used_at_once(history: dict[str, Any]) -> None:
     assert history["unit"] != history["first"]
     assert history["brought"] == history["first"]
     assert history["kv brought"]["scales"] == history["kv first"]["scales"]
-
-
-def test_unit_scales_give_the_same_answer_again(history: dict[str, Any]) -> None:
     assert history["unit again"] == history["unit"]
 
 
@@ -264,9 +258,7 @@ def test_scales_that_are_none_quarantine_and_are_not_put_in_force(history: dict[
 def test_an_update_without_scales_is_measured_anew(history: dict[str, Any]) -> None:
     assert history["kv healed"]["scales"] == history["kv first"]["scales"]
     assert history["healed"] == history["first"]
-
-
-def test_recalibration_on_demand(history: dict[str, Any]) -> None:
+    # and on demand
     assert history["recalibrate"] == {"pending": True}
     assert history["kv recalibrate"]["pending"]
     assert history["recalibrated"] == history["first"]

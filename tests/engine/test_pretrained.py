@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.environment import ROOT
 from benchmarks.pretrained import checkpoint, measured
 from benchmarks.pretrained.arms import HEAD, INT8_KV, KEPT
 from tests.engine.harness import EngineProcess
@@ -109,24 +108,6 @@ def test_weights_are_those_of_the_file(
         ]
         theirs = theirs[order]
     assert torch.equal(ours, theirs)
-
-
-def test_the_tokenizer_gives_texts_back(tokenizer: Any) -> None:
-    for name in measured.TEXTS:
-        text = (ROOT / name).read_text()
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert tokenizer.convert_ids_to_tokens(tokenizer("is 128.\n\n2").input_ids) == [
-        *("is", "Ġ", "1", "2", "8", ".", "ĊĊ", "2")
-    ]
-
-
-def test_a_chat_ends_where_the_answer_begins(tokenizer: Any) -> None:
-    ids = measured.chat(tokenizer, "Who?")
-    assert tokenizer.decode(ids).endswith(
-        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert ids[0] == tokenizer.bos_token_id
-    assert tokenizer.eos_token_id in ids
 
 
 def test_rows_in_the_order_of_the_file_would_be_another_model(

@@ -63,33 +63,25 @@ class Run:
         return self.rollout.routed_experts
 
     @cached_property
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and mask ``[B, S]``, padded on the right."""
+    def mask(self) -> torch.Tensor:
+        """``[B, S]``, padded on the right."""
         pairs = zip(self.rollout.prompt_tokens, self.rollout.tokens, strict=True)
-        rows = [prompt + tokens for prompt, tokens in pairs]
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        return ids, mask
+        ones = [
+            torch.ones(len(prompt) + len(tokens), dtype=torch.int64) for prompt, tokens in pairs
+        ]
+        return torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
 
     @torch.inference_mode()
     def kl(self) -> float:
         """Mismatch KL (k3) of the trainer as it routes now."""
-        ids_BS, mask_BS = self.batch
-        logits_BSV = self.model(ids_BS, attention_mask=mask_BS).logits
-        logprobs_BSV = logits_BSV.float().log_softmax(-1)
-        found_BT = torch.zeros_like(self.rollout.logprobs_BT)
-        for b, tokens in enumerate(self.rollout.tokens):
-            first = len(self.rollout.prompt_tokens[b]) - 1
-            at = torch.arange(first, first + len(tokens))
-            found_BT[b, : len(tokens)] = logprobs_BSV[b, at, torch.tensor(tokens)]
-        metrics = trainer_bridge.mismatch_metrics(
-            found_BT, self.rollout.logprobs_BT, self.rollout.mask_BT
+        found = trainer_bridge.response_logprobs(
+            self.model, self.rollout.prompt_tokens, self.rollout.tokens
         )
-        return metrics["mismatch_kl_k3"]
+        kept = self.rollout.logprobs_BT, self.rollout.mask_BT
+        return trainer_bridge.mismatch_metrics(found, *kept)["mismatch_kl_k3"]
 
     def replayed_kl(self, experts: list[torch.Tensor]) -> float:
-        with replay_routing(self.model, experts, attention_mask=self.batch[1]):
+        with replay_routing(self.model, experts, attention_mask=self.mask):
             return self.kl()
 
 
@@ -164,7 +156,7 @@ def test_the_engine_routes_as_the_trainer_does_but_for_near_ties(run: Run) -> No
         gaps.append(sorted_NE[:, TOP_K - 1] - sorted_NE[:, TOP_K])
 
     hooks = [layer.mlp.gate.register_forward_hook(note) for layer in run.model.model.layers]
-    with replay_routing(run.model, run.experts, attention_mask=run.batch[1]) as own:
+    with replay_routing(run.model, run.experts, attention_mask=run.mask) as own:
         run.kl()
     for hook in hooks:
         hook.remove()
@@ -187,7 +179,7 @@ def test_the_engine_routes_as_the_trainer_does_but_for_near_ties(run: Run) -> No
 
 
 def test_replay_lowers_the_mismatch(run: Run) -> None:
-    with record_routing(run.model, attention_mask=run.batch[1]) as own:
+    with record_routing(run.model, attention_mask=run.mask) as own:
         alone = run.kl()
     # healthy: 0.04 in BF16, 0.07 with retraction, 0.25 in FP8
     assert 0 < routing_disagreement(run.experts, own.experts) < 0.5

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,13 +21,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import trainer_bridge
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.protocol import framing
 from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import (
@@ -57,8 +54,6 @@ from tests.engine.serving import (
 from trainer_bridge.adapters import contract
 from trainer_bridge.adapters.updates import next_version
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.transport.rank_client import RankClients
-from trainer_bridge.updates.update import RUN
 
 NEEDS_GPU = "newer SGLang needs a GPU to release memory"
 
@@ -99,12 +94,6 @@ def tensors(policy: Path) -> Tensors:
 # ---- updates and rollouts --------------------------------------------------------------------
 
 
-def test_layout(server: Server) -> None:
-    layout = server.control({"op": "layout"})
-    assert layout["dtype"] == "bfloat16"
-    assert layout["bucket_bytes"] == BUCKET_BYTES
-
-
 @pytest.mark.parametrize("stream", ["bf16", "fp8", "stream"])
 def test_update_and_rollout(server: Server, policy: Path, stream: str) -> None:
     version = version_of(server) + 1
@@ -122,31 +111,6 @@ def test_update_and_rollout(server: Server, policy: Path, stream: str) -> None:
         trainer_bridge.rollout(server, [PROMPT], GREEDY, expected_version=version + 1)
 
 
-def test_status(server: Server) -> None:
-    status = server.control({"op": "status"})
-    assert (status["version"], status["state"]) == (version_of(server), "serving")
-    assert status["logprobs"] == {"raw": False}
-    assert not status.keys() & {"formats", "fp32"}  # lists of names
-
-
-def test_arrays_and_tensors_sample_as_lists_do(server: Server) -> None:
-    rows = [PROMPT[:4], PROMPT[4:8]]
-    wanted = trainer_bridge.rollout(server.address, rows, {**GREEDY, "max_new_tokens": 4})
-    sampling = {
-        "temperature": np.float32(0.0),
-        "max_new_tokens": np.int64(4),
-        "sampling_seed": torch.tensor(7),
-        "ignore_eos": np.bool_(True),
-    }
-    version = np.int64(version_of(server))
-    for prompts in (np.array(rows), torch.tensor(rows), [torch.tensor(row) for row in rows]):
-        found = trainer_bridge.rollout(
-            server.address, prompts, sampling, expected_version=version, timeout=np.float32(300)
-        )
-        assert (found.prompt_tokens, found.tokens) == (rows, wanted.tokens)
-        assert found.is_complete_B.tolist() == [True, True]
-
-
 @pytest.mark.guarantee("rollouts", fault="one of 512 requests fails")
 def test_rollout_of_which_one_request_fails(server: Server) -> None:
     """512 at once, many more than the engine runs."""
@@ -157,16 +121,6 @@ def test_rollout_of_which_one_request_fails(server: Server) -> None:
     assert list(result.errors) == [100]
     assert result.errors[100].status == 400
     assert [len(row) for row in result.tokens] == [2] * 100 + [0] + [2] * 411
-
-
-@contextmanager
-def paused(server: Server) -> Iterator[None]:
-    """New requests wait."""
-    assert server.status_of("/pause_generation", b'{"mode": "abort"}') == 200
-    try:
-        yield
-    finally:
-        assert server.status_of("/continue_generation", b"{}") == 200
 
 
 def test_the_contract_of_adapters(server: Server, policy: Path) -> None:
@@ -185,11 +139,6 @@ def test_the_contract_of_adapters(server: Server, policy: Path) -> None:
     contract.check_weights(lambda: models.framework_stream(policy), policy)
     contract.check_engine(server.address)
     contract.check_updates(server.address, lambda: models.framework_stream(policy), sync, sample)
-
-
-def test_rollout_with_a_limit(server: Server) -> None:
-    with paused(server), pytest.raises(EngineError, match="no answer within 1 s"):
-        trainer_bridge.rollout(server.address, [PROMPT] * 2, GREEDY, timeout=1.0)
 
 
 @pytest.mark.guarantee("rollouts", fault="answers that take 15 minutes")
@@ -219,34 +168,17 @@ def without_up(begin: Begin) -> None:
     del begin["manifest"]["tensors"][UP]
 
 
-def with_stranger(begin: Begin) -> None:
-    begin["manifest"]["tensors"]["model.stranger.weight"] = ["bfloat16", [4]]
-
-
-def with_shape(begin: Begin) -> None:
-    begin["manifest"]["tensors"][UP][1] = [512, 128]
-
-
-def with_dtype(name: str, dtype: str) -> Callable[[Begin], None]:
+def with_tensor(name: str, dtype: str, shape: list[int]) -> Callable[[Begin], None]:
     def change(begin: Begin) -> None:
-        begin["manifest"]["tensors"][name][0] = dtype
+        begin["manifest"]["tensors"][name] = [dtype, shape]
+        if dtype == "float8_e4m3fn":
+            begin["manifest"]["tensors"][f"{name}_scale_inv"] = ["float32", [4, 2]]
 
     return change
 
 
-def with_scales(name: str, shape: list[int]) -> Callable[[Begin], None]:
-    def change(begin: Begin) -> None:
-        begin["manifest"]["tensors"][name][0] = "float8_e4m3fn"
-        begin["manifest"]["tensors"][f"{name}_scale_inv"] = ["float32", shape]
-
-    return change
-
-
-def with_field(name: str, value: Any) -> Callable[[Begin], None]:
-    def change(begin: Begin) -> None:
-        begin["manifest"][name] = value
-
-    return change
+def with_chunks(begin: Begin) -> None:
+    begin["manifest"]["chunk_bytes"] = 4096
 
 
 def with_version(value: Any) -> Callable[[Begin], None]:
@@ -256,37 +188,18 @@ def with_version(value: Any) -> Callable[[Begin], None]:
     return change
 
 
-def with_entry(entry: Any) -> Callable[[Begin], None]:
-    def change(begin: Begin) -> None:
-        begin["manifest"]["tensors"][UP] = entry
-
-    return change
-
-
+# test_manifest.py, test_routes.py and test_policy.py have every other fault
 BAD_MANIFESTS: dict[str, tuple[Callable[[Begin], None], str]] = {
     "missing": (without_up, f"missing: {UP}"),
-    "unknown": (with_stranger, "unknown: model.stranger.weight"),
-    "shape": (with_shape, f"{UP} has shape (512, 128)"),
-    "no dtype of a weight": (with_dtype(UP, "int8"), f"{UP} has dtype 'int8'"),
-    "fp8 without scales": (with_dtype(UP, "float8_e4m3fn"), f"without {UP}"),
-    "scales of another shape": (with_scales(UP, [2, 2]), f"{UP}_scale_inv is float32 of shape"),
-    "fp8 for a bf16 layer": (with_scales("lm_head.weight", [4, 2]), "the engine keeps it in bf16"),
-    "negative version": (with_version(-3), "version is -3"),
+    "unknown": (with_tensor("stranger", "bfloat16", [4]), "unknown: stranger"),
+    "shape": (with_tensor(UP, "bfloat16", [512, 128]), f"{UP} has shape (512, 128)"),
+    "no dtype of a weight": (with_tensor(UP, "int8", [512, 256]), f"{UP} has dtype 'int8'"),
+    "fp8 for a bf16 layer": (
+        with_tensor("lm_head.weight", "float8_e4m3fn", [512, 256]),
+        "the engine keeps it in bf16",
+    ),
     "version of 64 bits": (with_version(2**63), "whole number from 0 up"),
-    "version is a string": (with_version("7"), "version is '7'"),
-    "protocol": (with_field("protocol", 99), "protocol 99"),
-    "no tensors": (with_field("tensors", {}), "names no tensors"),
-    "tensors are a list": (with_field("tensors", ["a"]), "names no tensors"),
-    "entry": (with_entry("bfloat16"), f"{UP} is described by"),
-    "negative size": (with_entry(["bfloat16", [-512, 256]]), f"{UP} has shape"),
-    "size of a terabyte": (with_entry(["bfloat16", [2**40, 256]]), f"{UP} has shape"),
-    "no half": (with_field("chunk_bytes", 0), "chunk_bytes is 0"),
-    "an odd half": (with_field("chunk_bytes", 1000), "chunk_bytes is 1000"),
-    "chunk_bytes is a boolean": (with_field("chunk_bytes", True), "chunk_bytes is True"),
-    "no slot": (with_field("slots", 0), "slots is 0"),
-    "a half without room": (with_field("chunk_bytes", 4096), "larger --fp8rl-bucket-bytes"),
-    "mapped stranger": (with_field("mapped", ["model.stranger.weight"]), "the manifest lacks"),
-    "mapped is null": (with_field("mapped", None), "the manifest lacks"),
+    "a half without room": (with_chunks, "larger --fp8rl-bucket-bytes"),
 }
 
 
@@ -306,17 +219,9 @@ def test_bad_manifest(server: Server, policies: Policies, tensors: Tensors, faul
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (b"not JSON", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b"[]", "control message None is unknown"),
         (b'{"op": "reboot"}', "'reboot' is unknown"),
-        (b'{"op": "begin"}', "version is None"),
         (b'{"op": "begin", "version": 1000000}', "run is None"),
-        (b'{"op": "begin", "run": "r", "version": 1000000}', "transaction is None"),
-        (
-            b'{"op": "begin", "run": "r", "version": 1000000, "transaction": "t", "manifest": 3}',
-            "protocol",
-        ),
     ],
 )
 def test_bad_message(server: Server, policies: Policies, body: bytes, sentence: str) -> None:
@@ -337,50 +242,6 @@ def test_replayed_and_out_of_order_version(server: Server, policy: Path) -> None
     assert_serves(server, policy, version)
 
 
-# ---- manifests that the engine knows -----------------------------------------------------------
-
-
-class Recorder:
-    """A client that keeps the messages that pass through it."""
-
-    def __init__(self, server: Server) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._server = server
-
-    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
-        self.messages.append(message)
-        return self._server.control(message)
-
-    def close(self) -> None:
-        self._server.close()
-
-
-def test_second_update_sends_no_manifest(server: Server, policy: Path, tensors: Tensors) -> None:
-    client, version = Recorder(server), version_of(server)
-    backwards = tensors[::-1]  # another manifest than those of the other tests
-    for later in (1, 2):
-        trainer_bridge.update(backwards, client, version=version + later)
-        assert_serves(server, policy, version + later)
-    ops = [message["op"] for message in client.messages]
-    assert ops == ["layout", "begin", "begin", "end", "begin", "end"]
-    unknown, first, second = (m for m in client.messages if m["op"] == "begin")
-    assert "manifest" in first
-    assert unknown.keys() == second.keys() == first.keys() - {"manifest"}
-
-
-def test_unknown_fingerprint(server: Server, policies: Policies) -> None:
-    version = version_of(server)
-    begin = {
-        "op": "begin",
-        "run": RUN,
-        "version": version + 1,
-        "transaction": "unknown",
-        "fingerprint": "0" * 64,
-    }
-    assert server.control(begin) == {"unknown": True}
-    assert_serves(server, policies("qwen3")[0], version)
-
-
 # ---- bad steps before the first write: what was served before is served again -------------------
 
 
@@ -388,60 +249,25 @@ def chunk_before_the_bucket(trainer: ByHand) -> None:
     trainer.ranks.ask({"op": "chunk", "index": 0})
 
 
-def bucket_without_memory(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "bucket", "name": "none", "bytes": BUCKET_BYTES})
-
-
-def bucket_in_two(trainer: ByHand) -> None:
-    fds = trainer.bucket._memory.fd, trainer.bucket._memory.fd
-    trainer.ranks.ask({"op": "bucket", "name": "two", "bytes": BUCKET_BYTES}, fds)
-
-
 def bucket_that_is_shorter(trainer: ByHand) -> None:
     message = {"op": "bucket", "name": "short", "bytes": BUCKET_BYTES + 1}
     trainer.ranks.ask(message, (trainer.bucket._memory.fd,))
 
 
-def bucket_without_a_name(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "bucket", "bytes": BUCKET_BYTES}, (trainer.bucket._memory.fd,))
-
-
-def bucket_that_is_too_small(trainer: ByHand, index: int = 0) -> None:
-    message = {"op": "bucket", "name": "small", "bytes": BUCKET_BYTES - 256}
-    trainer.ranks.ask(message, (trainer.bucket._memory.fd,))
-    trainer.ranks.ask({"op": "chunk", "index": index})
-
-
-HANDLE = {"ipc": "0" * 128, "nbytes": BUCKET_BYTES, "gpu": f"GPU-{uuid.UUID(int=0)}"}
-
-
 def bucket_on_a_gpu(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "bucket", "name": "gpu", "handle": HANDLE})
-
-
-def segments_on_a_gpu(trainer: ByHand) -> None:
-    places = {n: [[0, 0, 0, s.shape[0]]] for n, s in trainer.manifest.tensors.items()}
-    trainer.ranks.ask({"op": "segments", "name": "gpu", "handles": [HANDLE], "places": places})
-
-
-def unknown_step_first(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "reboot"})
+    handle = {"ipc": "0" * 128, "nbytes": BUCKET_BYTES, "gpu": f"GPU-{uuid.UUID(int=0)}"}
+    trainer.ranks.ask({"op": "bucket", "name": "gpu", "handle": handle})
 
 
 def finish_before_any_chunk(trainer: ByHand) -> None:
     trainer.ranks.ask({"op": "finish"})
 
 
+# test_rank_server.py has every other fault
 BAD_STARTS: dict[str, tuple[Callable[[ByHand], None], str]] = {
     "chunk before the bucket": (chunk_before_the_bucket, "a chunk came before the bucket"),
-    "bucket without memory": (bucket_without_memory, "the bucket is 0 bytes"),
-    "bucket in two": (bucket_in_two, "the bucket is 0 bytes"),
     "bucket that is shorter": (bucket_that_is_shorter, f"announced as {BUCKET_BYTES + 1}"),
-    "bucket without a name": (bucket_without_a_name, "None as its name"),
-    "bucket that is too small": (bucket_that_is_too_small, f"its slots need {BUCKET_BYTES}"),
     "bucket on a GPU": (bucket_on_a_gpu, "this engine runs on a CPU"),
-    "segments on a GPU": (segments_on_a_gpu, "this engine runs on a CPU"),
-    "unknown step": (unknown_step_first, "no step 'reboot'"),
     "finish before any chunk": (finish_before_any_chunk, "chunks are missing"),
 }
 
@@ -459,31 +285,11 @@ def test_bad_start(server: Server, policies: Policies, tensors: Tensors, fault: 
     assert_serves(server, policies("qwen3")[0], version)
 
 
-def test_mapped_tensors_of_a_cpu_engine(
-    server: Server, policies: Policies, tensors: Tensors
-) -> None:
-    """It takes the manifest, but there is no way to share such memory with it."""
-    version = version_of(server)
-    manifest = manifest_of(tensors, mapped=tuple(name for name, _ in tensors))
-    begun = server.control(begin_message(manifest, version + 1))
-    ranks = RankClients(begun["sockets"], begun["token"])
-    with pytest.raises(EngineError, match="a mapped chunk came before its segments"):
-        ranks.ask({"op": "chunk", "index": 0})
-    ranks.close()
-    assert not server.control({"op": "end"})["ended"]
-    assert_serves(server, policies("qwen3")[0], version)
-
-
 # ---- bad steps after the first write: quarantine, until a complete update -----------------------
 
 
 def twice(trainer: ByHand) -> None:
     trainer.write(1, 1)
-
-
-def last_missing(trainer: ByHand) -> None:
-    trainer.write(*range(1, len(trainer.chunks) - 1))
-    trainer.ranks.ask({"op": "finish"})
 
 
 def second_missing(trainer: ByHand) -> None:
@@ -493,25 +299,6 @@ def second_missing(trainer: ByHand) -> None:
 
 def after_the_last(trainer: ByHand) -> None:
     trainer.ranks.ask({"op": "chunk", "index": len(trainer.chunks)})
-
-
-def with_number(index: Any) -> Callable[[ByHand], None]:
-    def send(trainer: ByHand) -> None:
-        trainer.ranks.ask({"op": "chunk", "index": index})
-
-    return send
-
-
-def malformed_step(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "chunk", "tensors": []})
-
-
-def unknown_step(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "reboot"})
-
-
-def smaller_bucket_midway(trainer: ByHand) -> None:
-    bucket_that_is_too_small(trainer, 1)
 
 
 def commit_before_finish(trainer: ByHand) -> None:
@@ -530,16 +317,8 @@ def give_up(trainer: ByHand) -> None:
 
 BAD_CHUNKS: dict[str, tuple[Callable[[ByHand], None], str]] = {
     "twice": (twice, "chunk 1 is not awaited"),
-    "last missing": (last_missing, "send every chunk of the manifest"),
     "second missing": (second_missing, "send every chunk of the manifest"),
     "after the last": (after_the_last, "is not awaited"),
-    "negative number": (with_number(-1), "chunk -1 is not awaited"),
-    "a string": (with_number("1"), "chunk '1' is not awaited"),
-    "null": (with_number(None), "chunk None is not awaited"),
-    "list": (with_number([1]), "chunk [1] is not awaited"),
-    "malformed step": (malformed_step, "chunk None is not awaited"),
-    "unknown step": (unknown_step, "no step 'reboot'"),
-    "smaller bucket midway": (smaller_bucket_midway, "its slots need"),
     "commit before finish": (commit_before_finish, "commit came before finish"),
     "not JSON": (not_json, "the trainer is gone"),
     "given up": (give_up, "the trainer thought better of it"),
@@ -556,19 +335,11 @@ def test_bad_chunk(server: Server, policy: Path, tensors: Tensors, fault: str) -
         with pytest.raises(EngineError):
             send(trainer)
     assert_quarantined(server, reason)
+    assert server.status_of("/health") == 200
     assert version_of(server) == version
     # the failed version was never committed, so it is free
     assert update(server, policy) == version + 1
     assert_serves(server, policy, version + 1)
-
-
-def test_health_in_quarantine(server: Server, policy: Path, tensors: Tensors) -> None:
-    with by_hand(server, tensors, version_of(server) + 1) as trainer:
-        trainer.write(0)
-    assert_quarantined(server, "the trainer is gone")
-    assert server.status_of("/health") == 200
-    assert_serves(server, policy, update(server, policy))
-    assert server.status_of("/health") == 200
 
 
 @pytest.mark.guarantee("quarantine", fault="NaN or Inf in a weight")
@@ -588,10 +359,8 @@ def test_bad_value(server: Server, policy: Path, tensors: Tensors, name: str, va
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        (UP, 0x7F, f"{UP} holds NaN or Inf"),
         (UP, 0xFF, f"{UP} holds NaN or Inf"),
         (f"{UP}_scale_inv", float("nan"), f"{UP}_scale_inv holds NaN or Inf"),
-        (f"{UP}_scale_inv", 0.0, f"{UP}_scale_inv holds a scale that is not positive"),
         (f"{UP}_scale_inv", -1.0, f"{UP}_scale_inv holds a scale that is not positive"),
     ],
 )
@@ -608,45 +377,24 @@ def test_bad_code_or_scale(
     assert_serves(server, policy, update(server, policy))
 
 
-def test_wrong_token_is_turned_away(server: Server, policy: Path, tensors: Tensors) -> None:
-    version = version_of(server) + 1
-    begun = begin(server, tensors, version)
-    with pytest.raises(EngineError, match="another session"):
-        RankClients(begun["sockets"], "0" * 32)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.connect(begun["sockets"][0])
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with pytest.raises(OSError):
-            framing.receive(stranger)
-    trainer = ByHand(begun, tensors)
-    trainer.commit_from(0)
-    trainer.close()
-    assert server.control({"op": "end"})["ended"]
-    assert_serves(server, policy, version)
-
-
 # ---- trainers that die ------------------------------------------------------------------------
 
 
 def _trainer_that_stops(
-    connection: Connection, address: str, checkpoint: Path, version: int, sent: int | None
+    connection: Connection, address: str, checkpoint: Path, version: int, sent: int
 ) -> None:
-    """Begin an update, send so many chunks (None: do not even connect), and do nothing more."""
+    """Begin an update, send so many chunks, and do nothing more."""
     tensors = list(models.named_tensors(checkpoint))
     begun = begin(trainer_bridge.connect(address), tensors, version)
-    trainer = None
-    if sent is not None:
-        trainer = ByHand(begun, tensors)
-        trainer.write(*range(sent))
+    trainer = ByHand(begun, tensors)
+    trainer.write(*range(sent))
     connection.send("stopped")
     connection.recv()
     del trainer  # held, with its connections, until the process is killed
 
 
 @contextmanager
-def trainer_that_stops(
-    address: str, checkpoint: Path, version: int, sent: int | None
-) -> Iterator[int]:
+def trainer_that_stops(address: str, checkpoint: Path, version: int, sent: int) -> Iterator[int]:
     """The process id of a trainer that has stopped in the middle; it is killed at the end."""
     spawn = multiprocessing.get_context("spawn")
     connection, other = spawn.Pipe()
@@ -667,7 +415,7 @@ def trainer_that_stops(
 
 
 @pytest.mark.guarantee("quarantine", fault="the trainer is killed between two chunks")
-@pytest.mark.parametrize("sent", [1, 12, 25])
+@pytest.mark.parametrize("sent", [1, 25])
 def test_trainer_is_killed_between_chunks(server: Server, policy: Path, sent: int) -> None:
     version = version_of(server)
     with trainer_that_stops(server.address, policy, version + 1, sent) as pid:
@@ -719,16 +467,6 @@ def test_an_idle_server_lets_go_of_a_trainer_that_closes(server: Server, policy:
     assert_serves(server, policy, version)
 
 
-@pytest.mark.full
-def test_trainer_is_killed_before_it_connected(server: Server, policies: Policies) -> None:
-    version = version_of(server)
-    with trainer_that_stops(server.address, policies("qwen3")[1], version + 1, None) as pid:
-        os.kill(pid, signal.SIGKILL)
-        ended = server.control({"op": "end"})  # SGLang waits for a trainer for half a minute
-    assert "no trainer connected" in ended["failure"]
-    assert_serves(server, policies("qwen3")[0], version)
-
-
 # ---- two trainers, and requests at the time of an update ---------------------------------------
 
 
@@ -739,21 +477,13 @@ def test_two_trainers_at_once(
     version = version_of(server) + 1
     with by_hand(server, tensors, version) as trainer:
         trainer.write(*range(10))
+        assert server.status_of("/health") == 200
         for other_version in (version, version + 1):
             with pytest.raises(EngineError, match="an update is under way") as refusal:
                 trainer_bridge.update(
                     models.named_tensors(policies("qwen3")[2]), server, version=other_version
                 )
             assert refusal.value.status == 409
-        trainer.commit_from(10)
-    assert_serves(server, policy, version)
-
-
-def test_health_during_an_update(server: Server, policy: Path, tensors: Tensors) -> None:
-    version = version_of(server) + 1
-    with by_hand(server, tensors, version) as trainer:
-        trainer.write(*range(10))
-        assert server.status_of("/health") == 200
         trainer.commit_from(10)
     assert_serves(server, policy, version)
 
@@ -788,39 +518,6 @@ def test_update_during_generation(server: Server, policy: Path, tensors: Tensors
         for reply in beside.result(CALL_TIMEOUT_S):
             assert_one_version(reply, {old, old + 1})
     assert_serves(server, policy, old + 1)
-
-
-@pytest.mark.guarantee("check-first", fault="a refused update while a request generates")
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (without_up, "missing"),
-        (with_version(0), "not newer"),
-        (lambda begin: begin.pop("manifest"), None),
-    ],
-    ids=["manifest", "version", "unknown fingerprint"],
-)
-def test_generation_does_not_notice_a_refused_update(
-    server: Server,
-    policies: Policies,
-    tensors: Tensors,
-    change: Callable[[Begin], Any],
-    sentence: str | None,
-) -> None:
-    version = version_of(server)
-    message = begin_message(manifest_of(tensors[::2] + tensors[1::2]), version + 1)
-    change(message)
-    stream = server.stream({**ASK, "sampling_params": {**GREEDY, "max_new_tokens": 200}})
-    next(stream)  # it generates now
-    if sentence is None:
-        assert server.control(message) == {"unknown": True}
-    else:
-        with pytest.raises(EngineError, match=sentence):
-            server.control(message)
-    *_, last = stream
-    assert last["meta_info"]["finish_reason"]["type"] == "length"
-    assert last["meta_info"]["policy_version"] == [version] * 200
-    assert_serves(server, policies("qwen3")[0], version)
 
 
 def assert_one_version(reply: dict[str, Any], known: set[int]) -> None:

@@ -5,15 +5,10 @@ import random
 import pytest
 
 from examples.grpo import arithmetic
-from examples.grpo.arithmetic import Problem, decode, demonstrate, encode, make_problem, reward
+from examples.grpo.arithmetic import Problem, demonstrate, encode, make_problem, reward
 
 SUM = Problem((3, 5, -2, 4, -1))
 MANY = 2000
-
-
-def test_prompt_and_answer() -> None:
-    assert SUM.prompt == "3+5-2+4-1="
-    assert SUM.answer == 9
 
 
 @pytest.mark.parametrize(
@@ -58,16 +53,6 @@ def test_teacher_slips_at_subtractions_only_and_as_often_as_stated() -> None:
     # Seeded: 0.606 was measured; the standard error is 0.011.
     assert abs(right - (1 - arithmetic.SLIP)) < 0.04
     assert demonstrate(minus, rng, slip=1.0) == "6,7,8,10\n"
-
-
-def test_encoding_goes_both_ways() -> None:
-    text = SUM.prompt + "8,6,10,9\n"
-    tokens = encode(text)
-    assert decode(tokens) == text
-    assert max(tokens) < arithmetic.VOCAB_SIZE
-    assert tokens[-1] == arithmetic.END_TOKEN
-    with pytest.raises(UnicodeEncodeError):
-        encode("3\u00d75")
 
 
 def test_problems_repeat_by_seed_and_responses_are_scored_by_problem() -> None:

@@ -24,17 +24,6 @@ def test_dimensions_suit_block_fp8(size: str) -> None:
             assert all(size % 128 == 0 for size in weight.shape), name
 
 
-def test_learning_rate_goes_down_with_the_width() -> None:
-    with torch.device("meta"):
-        tiny, small = (tiny_model.build_model(0, size) for size in ("tiny", "small"))
-    assert tiny_model.learning_rate(2e-3, tiny) == 2e-3
-    assert tiny_model.learning_rate(2e-3, small) == 2e-3 / 4
-
-
-def test_the_mask_covers_the_responses() -> None:
-    assert tiny_model.mask_of([[56, 10], [52, 44, 53, 10]]).sum(1).tolist() == [2, 4]
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_pretraining_learns_and_repeats_by_seed(tmp_path: Path) -> None:
     def train(seed: int) -> tuple[Qwen3ForCausalLM, list[float]]:

@@ -22,11 +22,3 @@ def test_a_stock_script_with_an_engine_attached(tmp_path: Path) -> None:
     assert [float(row["fp8rl/policy_version"]) for row in rows] == list(range(STEPS))
     assert all(0.9 < float(row["fp8rl/ess"]) <= 1.0 for row in rows)
     assert all(0 < float(row["reward"]) < 1 for row in rows)
-
-
-def test_the_tiny_policys_words_are_numbers() -> None:
-    assert tiny_model.tokenizer()("3 17 511 word")["input_ids"] == [
-        *(3, 17),
-        tiny_model.END,
-        tiny_model.PAD,
-    ]

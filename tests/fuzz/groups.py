@@ -1,7 +1,6 @@
-"""The decoders, by group."""
+"""The modules of decoders; ``decoders`` of each sets up what they need."""
 
-from contextlib import AbstractContextManager
-from typing import Protocol
+from types import ModuleType
 
 from tests.fuzz import (
     chains,
@@ -14,18 +13,9 @@ from tests.fuzz import (
     replies,
     trainer,
 )
-from tests.fuzz.decoder import Decoder
-
-
-class Group(Protocol):
-    """A module of decoders."""
-
-    def decoders(self) -> AbstractContextManager[list[Decoder]]:
-        """Decoders, while what they need is set up."""
-
 
 # control first: it imports SGLang, whose platform must be resolved before our modules are loaded
-GROUPS: tuple[Group, ...] = (
+GROUPS: tuple[ModuleType, ...] = (
     *(control, manifests, frames, memory),
     *(trainer, http_replies, replies, relay, chains),
 )

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from hypothesis import strategies as st
-
 MOST_NESTED = 1100
 """Levels; Python's own parser gives up near 1000."""
 JUNK: tuple[Any, ...] = (
@@ -20,12 +18,6 @@ PIECES = (
     *(b"", b"\0", b"\xff", b"\xff\xff\xff\xff", b"\0\0\0\0", b"{", b"[", b"]", b"}", b'"', b","),
     *(b":", b"null", b"NaN", b"1e999", b"-", b"9" * 30, b"9" * 5000, b"\\ud800", b"[" * 20_000),
 )
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(JUNK),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=5,
-)
-"""What hypothesis puts in the place of a part of a message."""
 Path = tuple[Any, ...]
 
 

@@ -13,7 +13,8 @@ import torch
 
 import trainer_bridge
 from tests.engine.harness import Server
-from tests.gpu.engines import decoded_sizes, start_server, version_of
+from tests.engine.serving import version_of
+from tests.gpu.engines import decoded_sizes, start_server
 from tests.gpu.policies import Shape, Tensors
 from tests.gpu.sizes import HERE
 from tests.logprob_oracle import Reference, Sampled

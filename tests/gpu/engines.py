@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import trainer_bridge
 from tests.engine.harness import LAUNCH_SERVER, EngineProcess, Server
+from tests.engine.serving import version_of
 from tests.gpu.policies import Tensors
-from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.updates.update import UpdateResult
 
 MAX_BATCH = 16
@@ -106,22 +105,6 @@ def update(server: Server, tensors: Tensors) -> UpdateResult:
     assert result.version == version
     assert result.gpu_seconds is not None and result.gpu_seconds > 0
     return result
-
-
-def version_of(server: Server) -> int:
-    return int(server.control({"op": "layout"})["version"])
-
-
-def assert_quarantined(server: Server, reason: str) -> None:
-    """It is up, and refuses to generate for this reason."""
-    layout = server.control({"op": "layout"})
-    assert layout["state"] == "quarantined"
-    assert reason in layout["reason"]
-    with pytest.raises(EngineError, match="quarantined") as refusal:
-        server.generate({"input_ids": _prompts(1), "sampling_params": GREEDY})
-    assert refusal.value.status == 503
-    assert reason in str(refusal.value)
-    assert server.status_of("/health") == 200
 
 
 @dataclass(frozen=True)

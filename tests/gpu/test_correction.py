@@ -1,14 +1,11 @@
-"""Corrections on a GPU: against the CPU's, which an oracle checks, and against NumPy loops."""
+"""Corrections on a GPU are the CPU's, which an oracle checks."""
 
 import math
 import re
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.trainer_bridge import correction_oracle as oracle
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs
 from trainer_bridge.correction.config import LEVELS, REJECTIONS
 
@@ -74,38 +71,3 @@ def test_a_gpu_corrects_as_a_cpu_does(
     for name, value in expected.metrics.items():
         tolerance = BIN if re.search(r"ratio_p\d\d", name) else REL
         assert found.metrics[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_weights_mask_and_metrics_by_loops(level: Any, device: str) -> None:
-    """Nothing here shares a line with the code that is tested."""
-    generator = np.random.default_rng(3)
-    rollout = [(-2 - 3 * generator.random(n)).tolist() for n in (60, 7, 33, 1)]
-    trainer = [[v + 0.3 * generator.standard_normal() for v in row] for row in rollout]
-    rejections = {"token_k3": 0.2, "seq_mean_k1": (0.7, 1.4), "seq_max_k2": 0.6}
-    config = CorrectionConfig(level, 1.2, rollout_rs=rejections, veto_threshold=0.3)
-    found = correct_logprobs(
-        *(oracle.pad(rows).to(device) for rows in (trainer, rollout)),
-        oracle.mask_of(rollout).to(device),
-        config,
-    )
-    x = oracle.log_ratios(trainer, rollout)
-    kept = oracle.keep(x, rejections, config.veto_threshold)
-    assert 0 < sum(map(sum, kept)) < sum(map(len, kept)), "some pass"
-    weights = oracle.weigh(x, level, 1.2, False)
-    expected_BT = oracle.pad([w * passes for w, passes in zip(weights, kept, strict=True)])
-    torch.testing.assert_close(found.weights_BT.cpu(), expected_BT, rtol=FLOAT32_REL, atol=0)
-    assert torch.equal(found.mask_BT.cpu(), oracle.pad(kept, False, torch.bool))
-    for name, value in oracle.metrics(trainer, rollout).items():
-        assert found.metrics[name] == pytest.approx(value, rel=1e-11, abs=1e-13), name
-    flat = np.concatenate(weights)
-    assert found.metrics["weight_mean"] == pytest.approx(flat.mean(), rel=1e-12)
-    assert found.metrics["masked_fraction"] == pytest.approx(1 - np.concatenate(kept).mean())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused(value: float, device: str) -> None:
-    trainer_BT, rollout_BT, mask_BT = make_batch((4, 5), device)
-    trainer_BT[0, 1] = value
-    with pytest.raises(ValueError, match="1 sequences have a NaN or infinite"):
-        correct_logprobs(trainer_BT, rollout_BT, mask_BT)

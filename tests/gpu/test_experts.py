@@ -11,12 +11,12 @@ import torch
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.gemm import expert_tiles, experts, grouped_experts
-from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape, Pair, Tiles
+from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape, Tiles
 from sgl_fp8rl.engine.gemm.tune_cache import Machine
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops import activation, activation_triton
-from sgl_fp8rl.ops.activation import Quantized, attach, attached
+from sgl_fp8rl.ops.activation import attach, attached
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 from tests.activation_oracle import apart, rows
 from tests.gpu.conftest import INTERPRETED
@@ -142,24 +142,6 @@ def assert_same(got: Tensor, want: Tensor, M: int) -> None:
 
 @pytest.mark.parametrize("M", ROWS)
 @torch.no_grad()
-def test_codes_are_those_that_sglang_makes_between_the_products(M: int) -> None:
-    """By row-major scales, as its experts take them."""
-    from sglang.kernels.ops.activation.activation import silu_and_mul
-    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
-
-    x, gate_up = rows(M, H).cuda(), rows(M * T, 2 * I, spread=2).cuda()
-    between = gate_up.new_empty((M * T, I))
-    silu_and_mul(gate_up, between)
-    pairs = [(x, activation_triton.quantize_tokens(x, by_row=True))]
-    pairs += [(between, activation_triton.silu_mul_codes(gate_up, by_row=True))]
-    for source, mine in pairs:
-        want = Quantized(*sglang_per_token_group_quant_fp8(source, 128))
-        assert torch.equal(mine.codes_MK.view(torch.uint8), want.codes_MK.view(torch.uint8))
-        assert torch.equal(mine.scales_Mk, want.scales_Mk)
-
-
-@pytest.mark.parametrize("M", ROWS)
-@torch.no_grad()
 def test_values_are_sglangs(M: int, layer: Any) -> None:
     x, topk = rows(M, H, spread=1).cuda(), routes(M)
     want = stock(layer, x, *topk)
@@ -254,29 +236,6 @@ def test_values_are_those_of_float64(M: int, spread: int, fmt: WeightFormat, lay
     assert 1 - float(cosine) <= MAX_COSINE_ERROR
     other = torch.nn.functional.cosine_similarity(got.flatten(), want.roll(1, 0).flatten(), dim=0)
     assert 1 - float(other) > 100 * MAX_COSINE_ERROR, "control: another token shows"
-
-
-@torch.no_grad()
-def test_a_captured_graph_computes_as_an_eager_call(layer: Any) -> None:
-    x, topk = rows(64, H, spread=1).cuda(), routes(64)
-    eager = experts.experts(layer, x, *topk)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = experts.experts(layer, x, *topk)
-    captured.zero_()
-    graph.replay()
-    assert torch.equal(captured, eager)
-
-
-@pytest.mark.parametrize("which", ["up", "down"])
-@torch.no_grad()
-def test_weights_through_tma_give_the_same(which: str, layer: Any) -> None:
-    x, topk = rows(64, H, spread=1).cuda(), routes(64)
-    want = experts.experts(layer, x, *topk)
-    both = dict(zip(("up", "down"), expert_tiles.stock(SHAPE, 64), strict=True))
-    both[which] = {**both[which], "USE_TMA": True}
-    tiled = with_method(layer, tiles=Tiles.of([Pair(64, both["up"], both["down"])]))
-    assert torch.equal(experts.experts(tiled, x, *topk), want)
 
 
 @torch.no_grad()

@@ -69,22 +69,6 @@ def test_the_stock_choice_is_what_sglang_runs() -> None:
         assert torch.equal(dispatch.linear(Choices.of([]), layer, x), want)
 
 
-def test_a_captured_graph_computes_as_an_eager_call() -> None:
-    made = BenchInputs(2048, 1024, "cuda", cuda_graph_us)
-    layer = torch.nn.Module()
-    layer.weight, layer.weight_scale_inv = made.weights[0]
-    choices = Choices.of([Entry(64, "deep_gemm_split_n", {"splits": 2}, 1.0, 2.0)])
-    x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
-    with compiling_only_what_runs():
-        eager = dispatch.linear(choices, layer, x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = dispatch.linear(choices, layer, x)
-    captured.zero_()
-    graph.replay()
-    assert torch.equal(captured, eager)
-
-
 def test_a_start_without_a_table_makes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick_tune, "QUICK_S", 200.0)  # everything may have to be compiled
     properties = torch.cuda.get_device_properties(0)

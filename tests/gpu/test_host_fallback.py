@@ -15,6 +15,7 @@ import torch
 import trainer_bridge
 from sgl_fp8rl.protocol.cuda_memory import Handle
 from tests.engine.harness import Server
+from tests.engine.serving import version_of
 from tests.gpu.engines import (
     BUCKET_BYTES,
     digest_of,
@@ -23,7 +24,6 @@ from tests.gpu.engines import (
     start_server,
     update,
     used_bytes,
-    version_of,
 )
 from tests.gpu.policies import DENSE, draw, reference_digests, shared_folder, write_checkpoint
 from tests.gpu.test_cuda_memory import MIB, new_peer

@@ -19,6 +19,7 @@ import trainer_bridge
 from sgl_fp8rl.ops.reference import FP8_MAX
 from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 from tests.engine.harness import EngineProcess, Server
+from tests.engine.serving import version_of
 from tests.gpu import engines
 from tests.gpu.engines import (
     FLAGS,
@@ -29,7 +30,6 @@ from tests.gpu.engines import (
     digest_of,
     nbytes_of,
     together,
-    version_of,
 )
 from tests.gpu.policies import DENSE, HEAD, Tensors, draw, shared_folder, write_checkpoint
 from tests.gpu.test_memory_saver import TAGS, release, resume

@@ -1,30 +1,20 @@
 """The INT8 store's kernel against its reference and the NumPy oracle, byte for byte."""
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sgl_fp8rl.ops import kv_int8, kv_int8_triton, kv_triton
 from sgl_fp8rl.ops.kv_int8_triton import store_kv_int8
 from tests.gpu.conftest import INTERPRETED
 from tests.kv_int8_oracle import left, want
-from tests.kv_oracle import Case, case, plant
+from tests.kv_oracle import Case, any_usual_case, case, plant
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DIMS = [16, 64, 80, 96, 128, 192, 256]
-
-
-@pytest.fixture(params=["small", "large"])
-def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs of both sizes, however few tokens there are."""
-    monkeypatch.setattr(kv_triton, "_MANY", 0 if request.param == "large" else 2**62)
-    yield
 
 
 def assert_as_twin(made: Case, device: str, *, but: tuple[int, ...] = ()) -> None:
@@ -93,30 +83,9 @@ def test_many_tokens(device: str) -> None:
     assert_as_twin(made, device)
 
 
-@given(
-    st.integers(1, 20),
-    st.integers(1, 9),
-    st.sampled_from([16, 32, 48, 64, 96, 128, 192, 256]),
-    st.sampled_from([BF16, FP16]),
-    st.sampled_from([0, 1, 8, 16]),
-    st.booleans(),
-    st.floats(1e-6, 1e4),
-    st.integers(0, 2**32 - 1),
-)
+@given(any_usual_case)
 @settings(max_examples=8 if INTERPRETED else 60)
-def test_any_store(
-    device: str,
-    T: int,
-    H: int,
-    D: int,
-    dtype: torch.dtype,
-    gap: int,
-    padding: bool,
-    spread: float,
-    seed: int,
-) -> None:
-    shape = T, H, D
-    made = case(shape, dtype=dtype, gap=gap, padding=padding, spread=spread, seed=seed)
+def test_any_store(device: str, made: Case) -> None:
     assert_as_twin(made, device)
 
 
@@ -135,22 +104,6 @@ def test_queries(device: str, dim: int, dtype: torch.dtype) -> None:
 # ---- controls
 
 
-@pytest.mark.parametrize("name", ["an element of K", "V and K exchanged", "a half of the block"])
-def test_control_a_wrong_store_is_seen(
-    device: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = case((7, 4, 64))
-    wanted = want(made)
-    if name == "an element of K":
-        made.k_THD[3, 2, 9] += 100
-    elif name == "V and K exchanged":
-        made = replace(made, k_THD=made.v_THD, v_THD=made.k_THD)
-    else:
-        monkeypatch.setattr(kv_int8_triton, "log_block", lambda dim: 5)
-    with pytest.raises(AssertionError, match="differ"):
-        left(made, store_kv_int8, device).check(wanted)
-
-
 def test_outputs_are_cast_as_torch_does(device: str) -> None:
     every = torch.arange(65536).to(torch.uint16).view(FP16)[:65535]
     mine, wanted = kv_int8_triton.to_bf16(every.to(device)).cpu(), every.to(BF16)
@@ -166,46 +119,6 @@ def test_what_does_not_fit_is_a_sentence(device: str) -> None:
 
 
 # ---- only on a GPU
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter captures no CUDA graphs")
-@pytest.mark.parametrize("tokens", [1, 64, 1025])
-def test_a_graph_reads_what_is_there_when_it_is_replayed(device: str, tokens: int) -> None:
-    first, second = (case((tokens, 8, 128), seed=seed) for seed in (0, 1))
-    live, fresh = first.on(device), second.on(device)
-    caches = live.k_cache.box.view(torch.int8), live.v_cache.box.view(torch.int8)
-    scales_HS = torch.zeros(8, len(caches[0]), dtype=torch.int32, device=device)
-
-    def store() -> tuple[torch.Tensor, torch.Tensor] | None:
-        inputs = live.k, live.v, live.slots, *caches, scales_HS, live.stats
-        return store_kv_int8(*inputs, read_back=True)
-
-    store()  # compiled before it is captured
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        back = store()
-    for name in ("k", "v", "slots", "stats"):
-        getattr(live, name).copy_(getattr(fresh, name))
-    graph.replay()
-    wanted = left(second, kv_int8.store_kv_int8, "cpu")
-    assert back is not None and wanted.back is not None
-    for mine, other in zip(back, wanted.back, strict=True):
-        assert torch.equal(mine.cpu(), torch.from_numpy(other))
-    assert live.stats.tolist() == wanted.stats
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
-def test_a_program_spills_no_registers(device: str) -> None:
-    kv_int8_triton._store_rows.device_caches.clear()  # of shapes that no engine has
-    for dim, tokens in itertools.product(DIMS, (3, 2048)):
-        left(case((tokens, 8, dim)), store_kv_int8, device)
-    kernels = [
-        kernel
-        for caches in kv_int8_triton._store_rows.device_caches.values()
-        for kernel in caches[0].values()
-    ]
-    assert kernels and not any(kernel.n_spills for kernel in kernels)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

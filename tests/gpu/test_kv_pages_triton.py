@@ -5,49 +5,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_fp8rl.ops import kv_pages, kv_pages_triton, kv_triton
+from sgl_fp8rl.ops import kv_pages, kv_pages_triton
 from tests.gpu.conftest import INTERPRETED
-from tests.kv_pages_oracle import FORMATS, SHAPES, assert_same, draw, want
+from tests.kv_pages_oracle import FORMATS, SHAPES, Case, assert_same, draw, want
 
 
-@pytest.mark.parametrize("many", [0, 2**62], ids=["large", "small"])
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pages_lie_side_by_side(
-    device: str,
-    shape: tuple[int, ...],
-    kind: str,
-    many: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kv_triton, "_MANY", many)  # programs of both sizes
+def test_pages_lie_side_by_side(device: str, shape: tuple[int, ...], kind: str) -> None:
     made = draw(shape, kind)
     assert_same(made.on(device).run(kv_pages_triton.dequantize_pages), want(made))
 
 
 @given(
-    st.integers(0, 5),
-    st.sampled_from([2, 16, 64]),
-    st.integers(1, 3),
-    st.sampled_from([16, 64, 80, 96, 128]),
-    st.sampled_from([64, 128]),
-    st.sampled_from(FORMATS),
+    st.builds(
+        draw,
+        st.tuples(
+            st.integers(0, 5),
+            st.sampled_from([2, 16, 64]),
+            st.integers(1, 3),
+            st.sampled_from([16, 64, 80, 96, 128]),
+            st.sampled_from([64, 128]),
+        ),
+        st.sampled_from(FORMATS),
+        st.integers(0, 2**32 - 1),
+    ),
     st.sampled_from([torch.float16, torch.bfloat16]),
-    st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=8 if INTERPRETED else 60)
-def test_any_copy(
-    device: str,
-    pages: int,
-    size: int,
-    heads: int,
-    k_dim: int,
-    v_dim: int,
-    kind: str,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
-    made = draw((pages, size, heads, k_dim, v_dim), kind, seed)
+def test_any_copy(device: str, made: Case, dtype: torch.dtype) -> None:
     made.dtype = dtype
     reference = made.on("cpu").run(kv_pages.dequantize_pages)
     assert_same(made.on(device).run(kv_pages_triton.dequantize_pages), reference)
@@ -62,21 +49,6 @@ def test_control_a_wrong_page_is_seen(device: str) -> None:
 
 
 # ---- only on a GPU
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter captures no CUDA graphs")
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_graph_reads_pages_at_its_replay(device: str, kind: str) -> None:
-    made = draw((9, 64, 8, 128, 128), kind).on(device)
-    made.run(kv_pages_triton.dequantize_pages)  # compiled before it is captured
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = made.run(kv_pages_triton.dequantize_pages)
-    for _ in range(2):
-        made.pages_P.copy_(made.pages_P.roll(1))
-        graph.replay()
-        assert_same(out, tuple(x.cpu() for x in made.run(kv_pages_triton.dequantize_pages)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="4 GiB")

@@ -1,7 +1,7 @@
 """The KV store's kernel against its reference and against the NumPy oracle, byte for byte."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,23 +9,15 @@ import pytest
 import torch
 import triton.language as tl
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from triton.runtime import interpreter
 
 from sgl_fp8rl.ops import kv, kv_triton
 from tests.gpu.conftest import INTERPRETED
-from tests.kv_oracle import Case, Got, bits_of, bytes_of, case, plant
+from tests.kv_oracle import Case, Got, any_usual_case, bits_of, bytes_of, case, plant
 
 Tensor = torch.Tensor
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(params=["small", "large"])
-def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs of both sizes, however few tokens there are."""
-    monkeypatch.setattr(kv_triton, "_MANY", 0 if request.param == "large" else 2**62)
-    yield
 
 
 def stored(made: Case, device: str, *, read_back: bool = True) -> Got:
@@ -121,29 +113,9 @@ def test_many_tokens(device: str) -> None:
     assert got.stats.tolist()[0] == made.before[0] + 1024
 
 
-@given(
-    st.integers(1, 40),
-    st.integers(1, 9),
-    st.integers(1, 16).map(lambda sixteenths: 16 * sixteenths),
-    st.sampled_from([BF16, FP16]),
-    st.sampled_from([0, 1, 8, 16]),
-    st.booleans(),
-    st.floats(0.01, 10),
-    st.integers(0, 2**32 - 1),
-)
+@given(any_usual_case)
 @settings(max_examples=10 if INTERPRETED else 60)
-def test_any_store(
-    device: str,
-    T: int,
-    H: int,
-    D: int,
-    dtype: torch.dtype,
-    gap: int,
-    padding: bool,
-    spread: float,
-    seed: int,
-) -> None:
-    made = case((T, H, D), dtype=dtype, gap=gap, padding=padding, spread=spread, seed=seed)
+def test_any_store(device: str, made: Case) -> None:
     got = made.on(device).run(kv_triton.store_kv, read_back=True)
     assert_as_twin(got, made.on("cpu").run(kv.store_kv, read_back=True))
 
@@ -230,33 +202,6 @@ def test_what_does_not_fit_is_a_sentence(device: str) -> None:
 
 
 # ---- only on a GPU
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter captures no CUDA graphs")
-@pytest.mark.parametrize("read_back", [False, True], ids=["", "read-back"])
-@pytest.mark.parametrize("tokens", [1, 64, 1025])
-def test_a_graph_reads_what_is_there_when_it_is_replayed(
-    device: str, tokens: int, read_back: bool
-) -> None:
-    live = case((tokens, 8, 128), seed=0).on(device)
-    live.run(kv_triton.store_kv, read_back=read_back)  # compiled before it is captured
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        live.run(kv_triton.store_kv, read_back=read_back)
-    for seed in (1, 2):
-        made = case((tokens, 8, 128), seed=seed, spread=2.0 * seed)
-        fresh = made.on(device)
-        for name in ("k", "v", "slots", "k_scale", "v_scale", "stats"):
-            getattr(live, name).copy_(getattr(fresh, name))
-        for cache in (live.k_cache, live.v_cache):
-            cache.box.view(torch.uint8).zero_()
-        graph.replay()
-        assert_as_twin(live, made.on("cpu").run(kv.store_kv, read_back=read_back))
-    # Control: scales that changed after the replay are seen.
-    made.k_scale_H = made.k_scale_H * 1.5
-    with pytest.raises(AssertionError):
-        assert_as_twin(live, made.on("cpu").run(kv.store_kv, read_back=read_back))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

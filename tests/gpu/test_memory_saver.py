@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.engine.harness import Server, tail
+from tests.engine.serving import assert_quarantined, version_of
 from tests.gpu.engines import (
     Answers,
     Digest,
-    assert_quarantined,
     digest_of,
     nbytes_of,
     sha256,
@@ -24,7 +24,6 @@ from tests.gpu.engines import (
     storage,
     update,
     used_bytes,
-    version_of,
 )
 from tests.gpu.policies import (
     DENSE,

@@ -13,10 +13,10 @@ from itertools import pairwise
 import pytest
 
 from tests.engine.harness import Server
+from tests.engine.serving import assert_quarantined
 from tests.gpu.engines import (
     PADDED,
     Answers,
-    assert_quarantined,
     captured_sizes,
     decoded_sizes,
     digest_of,

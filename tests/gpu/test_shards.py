@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import trainer_bridge
 from tests.engine.harness import Server
+from tests.engine.serving import version_of
 from tests.gpu.engines import (
     TP,
     TP_FLAGS,
@@ -28,7 +29,6 @@ from tests.gpu.engines import (
     sha256,
     start_server,
     together,
-    version_of,
 )
 from tests.gpu.policies import (
     DENSE,

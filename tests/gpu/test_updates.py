@@ -18,12 +18,12 @@ import pytest
 
 from sgl_fp8rl.formats import BLOCKS
 from tests.engine.harness import EngineProcess, Server
+from tests.engine.serving import assert_quarantined, version_of
 from tests.gpu.engines import (
     BUCKET_BYTES,
     PADDED,
     Answers,
     Digest,
-    assert_quarantined,
     captured_sizes,
     decoded_sizes,
     digest_of,
@@ -34,7 +34,6 @@ from tests.gpu.engines import (
     together,
     update,
     used_bytes,
-    version_of,
 )
 from tests.gpu.policies import (
     DENSE,

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from tests import run
 from tests.engine.harness import tail
 from tests.soak import resources
 from tests.soak.drive import drive
-from tests.soak.faults import FAULTS
-from tests.soak.report import report, shown
+from tests.soak.faults import FAULTS, impossible
 from tests.soak.settings import SETTINGS
-from tests.soak.soak import running
+from tests.soak.soak import Soak, running
+
+Report = dict[str, Any]
 
 
 def soak_once(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -47,6 +49,44 @@ def soak_once(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         facts |= {"result": result, "policies": soak.judge.policies}
         found = report(soak, counts, time.monotonic() - start, facts)
         return {**found, "samples": soak.samples}
+
+
+def report(soak: Soak, counts: dict[str, int], seconds: float, facts: Report) -> Report:
+    """The figures of a run so far."""
+    growth, slopes = resources.growth(soak.samples), resources.slopes(soak.samples)
+    return {
+        **facts,
+        "commit": run.commit(),
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        "seconds": round(seconds),
+        "updates": soak.updates,
+        "faults": counts,
+        "impossible": impossible(),
+        "heals": soak.heals,
+        "quarantines": soak.quarantines,
+        "tokens": soak.judge.tokens,
+        "mixed tokens": soak.judge.mixed_tokens,
+        "sequences of several versions": soak.judge.mixed_sequences,
+        "requests refused in quarantine": soak.clients.refused,
+        "difference": soak.judge.summary(),
+        "bounds": {"token": soak.setting.token_bound, "segment": soak.setting.segment_bound},
+        "growth": {name: round(grown, 1) for name, grown in growth.items()},
+        "slopes": {name: round(slope, 1) for name, slope in slopes.items()},
+    }
+
+
+def shown(report: Report) -> str:
+    """A line for each figure, but for long lists."""
+    lines = []
+    for name, value in report.items():
+        if name in ("policies", "samples"):
+            continue
+        if isinstance(value, dict):
+            value = [f"{key} {of}" for key, of in value.items()]
+        if isinstance(value, list):
+            value = ", ".join(map(str, value))
+        lines.append(f"{name}: {value}")
+    return "\n".join(lines)
 
 
 def main() -> int:

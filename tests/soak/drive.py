@@ -1,10 +1,11 @@
 """A run's order: updates, with a fault every few of them."""
 
+import sys
 import time
 from collections.abc import Sequence
 
+from tests import run
 from tests.soak.faults import FAULTS, impossible
-from tests.soak.report import show_progress
 from tests.soak.soak import IN_FLIGHT, Soak
 
 MEAN_PAUSE_S = 0.1
@@ -57,3 +58,10 @@ def drive(
         done = min(soak.updates, updates)
         seconds = time.monotonic() - start
         show_progress(done, updates, sum(counts.values()), soak.judge.tokens, seconds)
+
+
+def show_progress(done: int, of: int, faults: int, tokens: int, seconds: float) -> None:
+    """A line every twentieth."""
+    if done == of or done * 20 // of != (done - 1) * 20 // of:
+        said = f"{faults} faults, {tokens} tokens checked, {run.duration(seconds)}"
+        print(f"{done}/{of} updates, {said}", file=sys.stderr, flush=True)

@@ -46,8 +46,6 @@ A matrix of the tiny model that stays behind at each update is 128 KiB of BF16 o
 """
 LEAST_UPDATES = 500
 """Of a run whose slope is bounded; a shorter one warms up."""
-POINTS = 40
-"""Of the series that a record keeps."""
 
 
 def sample(root: int, folder: Path, device: str, updates: int) -> Sample:
@@ -107,12 +105,6 @@ def slopes(samples: list[Sample]) -> Sample:
         name: linear_regression(updates, [s[name] for s in half]).slope * MIB / 1024
         for name in SLOPES
     }
-
-
-def series(samples: list[Sample]) -> dict[str, list[float]]:
-    """At most ``POINTS`` samples at equal distances, by kind."""
-    thinned = samples[:: -(-len(samples) // POINTS) or 1]
-    return {name: [round(s[name], 1) for s in thinned] for name in thinned[0]} if thinned else {}
 
 
 def leaks(samples: list[Sample]) -> list[str]:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.soak import resources
 
 
@@ -43,13 +41,6 @@ def test_growth_that_goes_on_is_told_from_a_warm_up() -> None:
     assert leak.startswith("trainer RSS MiB grew by 128 KiB an update at the end")
     assert resources.leaks(samples(rss=lambda n: 900 + min(n, 290) * per_update)) == []
     assert resources.leaks(leaking[:400]) == [], "it may be warming up"
-
-
-@pytest.mark.parametrize("count", [0, 1, 39, 40, 41, 600])
-def test_the_series_of_a_record_is_thin(count: int) -> None:
-    series = resources.series(samples(rss=lambda n: 900.04 + n)[:count])
-    assert len(series.get("updates", [])) <= resources.POINTS
-    assert series.get("trainer RSS MiB", []) == [900 + n for n in series.get("updates", [])]
 
 
 def test_a_sample_sees_memory_descriptors_and_files(tmp_path: Path) -> None:

@@ -108,22 +108,17 @@ def start(
 
 def update(framework: str, updater: Any, engines: int = 1) -> None:
     """``MegatronTrainRayActor.update_weights``; slime connects where engines are new."""
+    given: dict[str, Any] = {
+        "engine_gpu_counts": [1] * engines,
+        "engine_gpu_offsets": list(range(engines)),
+    }
     if framework == "slime":
-        if updater.weight_version == 0:
-            updater.connect_rollout_engines(
-                [object()] * engines,
-                object(),
-                engine_gpu_counts=[1] * engines,
-                engine_gpu_offsets=list(range(engines)),
-                engine_parallel_configs=[{"tp_size": 1}] * engines,
-            )
-    elif not updater.is_rollout_engines_fresh():
-        updater.connect_rollout_engines(
-            [object()] * engines,
-            object(),
-            engine_gpu_counts=[1] * engines,
-            engine_gpu_offsets=list(range(engines)),
-        )
+        given["engine_parallel_configs"] = [{"tp_size": 1}] * engines
+        is_new = updater.weight_version == 0
+    else:
+        is_new = not updater.is_rollout_engines_fresh()
+    if is_new:
+        updater.connect_rollout_engines([object()] * engines, object(), **given)
     dist.barrier()
     updater.update_weights()
 

@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from tests.engine import models
 from tests.integrations.trl.conftest import FakeEngine, Make
-from tests.integrations.trl.tiny import LORA, is_merged, merged_by_hand, same, weights_of
+from tests.integrations.trl.tiny import LORA, is_merged, same, weights_of
 from trainer_bridge.adapters import trl as adapter
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.sources.parameters import named_tensors
@@ -21,26 +21,6 @@ def test_merging_and_unmerging_alone_would_change_weights(make: Make) -> None:
     trainer.model.merge_adapter()
     trainer.model.unmerge_adapter()
     assert not same(weights_of(trainer), before)
-
-
-def test_adapters_are_sent_merged_and_leave_the_weights_alone(
-    make: Make, engine: FakeEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, sent = make(peft_config=LORA, max_steps=1), {}
-    update = adapter.update
-
-    def keep(model: Any, *args: Any, **keywords: Any) -> Any:
-        assert not is_merged(trainer)
-        sent.update({name: t.detach().bfloat16() for name, t in named_tensors(model)})
-        return update(model, *args, **keywords)
-
-    monkeypatch.setattr(adapter, "update", keep)
-    adapter.attach(trainer, engine)
-    before, wanted = weights_of(trainer), merged_by_hand(trainer)
-    trainer.vllm_generation.sync_weights()
-    assert sent.keys() == dict(models.named_tensors(checkpoint)).keys()
-    assert same(sent, wanted)
-    assert same(weights_of(trainer), before) and not is_merged(trainer)
 
 
 def test_modules_that_are_trained_whole_are_sent(

@@ -22,19 +22,29 @@ from trainer_bridge.metrics import alarms
 COUNTED = ("policy_version", "failed_completions", "update_seconds", "alarms")
 
 
-def test_a_batch_is_what_the_engine_sampled(make: Make, engine: FakeEngine) -> None:
-    trainer = make(max_steps=2)
+def trained(
+    make: Make, engine: FakeEngine, reward: Any, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A trainer after its steps, and the batch of the last one in the order of its requests."""
+    monkeypatch.setattr(tiny, "even", reward)
+    trainer = make(**{"max_steps": 1} | options)
     adapter.attach(trainer, engine)
     batches = []
     score = trainer._generate_and_score_completions
 
     def keep(inputs: Any) -> Any:
         batches.append(score(inputs))
-        return batches[-1]
+        return dict(batches[-1])
 
     trainer._generate_and_score_completions = keep
     trainer.train()
-    batch = batches[-1]
+    return trainer, batches[-1]
+
+
+def test_a_batch_is_what_the_engine_sampled(
+    make: Make, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, batch = trained(make, engine, tiny.even, monkeypatch, max_steps=2)
     assert len(engine.prompts) == 16
     assert [p == q for p, q in zip(engine.prompts, engine.prompts[1:], strict=False)] == [
         *[True] * 7,  # a group of 8, then another prompt
@@ -191,25 +201,6 @@ def nan(index: int, reply: dict[str, Any]) -> Any:
 
 
 EDITS = [failed, aborted, empty, mixed, nan]
-
-
-def trained(
-    make: Make, engine: FakeEngine, reward: Any, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> tuple[Any, dict[str, Any]]:
-    """A trainer after one step, and the batch of that step in the order of its requests."""
-    monkeypatch.setattr(tiny, "even", reward)
-    trainer = make(max_steps=1, **options)
-    adapter.attach(trainer, engine)
-    batches = []
-    score = trainer._generate_and_score_completions
-
-    def keep(inputs: Any) -> Any:
-        batches.append(score(inputs))
-        return dict(batches[-1])
-
-    trainer._generate_and_score_completions = keep
-    trainer.train()
-    return trainer, batches[0]
 
 
 @pytest.mark.parametrize("edit", EDITS)

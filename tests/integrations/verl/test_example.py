@@ -18,7 +18,6 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import default_compute_score
-from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from sgl_fp8rl.verl.rollout_config import check, hand_over, is_ours
 from sgl_fp8rl.verl.trainer import Trainer
@@ -110,15 +109,3 @@ def test_the_documented_snippet_writes_what_verl_reads(
             truth = row["reward_model"]["ground_truth"]
             assert default_compute_score(row["data_source"], answer, truth) == 1.0
             assert default_compute_score(row["data_source"], "#### 5", truth) == 0.0
-
-
-def test_verl_reads_the_policy_and_the_prompts(tmp_path: Path) -> None:
-    main_ppo.prepare(tmp_path, 4)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    config = configuration([]).data
-    prompts = RLHFDataset(str(tmp_path / "prompts.parquet"), tokenizer, config)
-    assert len(prompts) == 4
-    builder = create_continuous_token_builder(tokenizer, hf_model_type="qwen3")
-    assert builder.build_initial_tokens(prompts[2]["raw_prompt"]) == [16, 17, 18, 19]
-    words = tokenizer.decode([1, 2, 509, 508, 510, 511], skip_special_tokens=True)
-    assert main_ppo.even(words) == pytest.approx(2 / 3)

@@ -45,7 +45,11 @@ def rounds_scales(layer: nn.Module) -> None:
     layer.weight.format_ue8m0 = True  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("post_process", [copies_scales, repacks, transposes, rounds_scales])
+def drops(layer: nn.Module) -> None:
+    del layer.weight
+
+
+@pytest.mark.parametrize("post_process", [copies_scales, repacks, transposes, rounds_scales, drops])
 def test_a_backend_with_a_layout_of_its_own_is_refused(
     post_process: Callable[[nn.Module], None],
 ) -> None:

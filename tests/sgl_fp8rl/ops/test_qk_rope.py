@@ -31,11 +31,6 @@ def test_elsewhere_all_but_rare_neighbours_are(normed: bool) -> None:
     assert_near(made.on("cpu").run(norm_rope_store).left(), made.want())
 
 
-def test_no_tokens_change_nothing() -> None:
-    got = exact((0, 4, 2, 32), normed=True).on("cpu").run(norm_rope_store)
-    assert got.q.shape == (0, 128) and got.cache.stats_C.tolist() == [5, 1, 2, 0, 0]
-
-
 def test_heads_that_are_not_finite_reach_the_cache_as_nan_and_no_other_head() -> None:
     made = exact((3, 4, 2, 32), normed=True)
     made.qkv_THD[0, 4, 7] = torch.inf  # K's first head
