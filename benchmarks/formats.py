@@ -8,9 +8,9 @@ Each runs on the kernels that an engine runs: BF16 cuBLAS or Triton; block FP8 D
 where the layer is ragged, experts Triton; channel FP8 and INT8 sgl_kernel's CUTLASS GEMMs, experts
 Triton with the tiles that SGLang has for them. What is timed begins with BF16 activations: their
 quantization and padding is in it, which the norms and SiLUs of an engine save block FP8. Weights
-are normal, activations too, or with outliers (``gemm.bench_inputs``). Errors are those of a float64
-product of the BF16 values. Shape suffixes: M tokens, N x K the weight, R rows of experts, E
-experts, T experts a token.
+are normal, activations too, or with outliers (``engine/tuning/bench_inputs.py``). Errors are those
+of a float64 product of the BF16 values. Shape suffixes: M tokens, N x K the weight, R rows of
+experts, E experts, T experts a token.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,8 +2,8 @@
 ``python -m tests.trace_update`` lists them by folder.
 
 The engine is a ``FakeEngine`` of one rank: real update steps over real sockets, in threads of this
-process, on a CPU. From storage to the GEMM it is ``engine/linear.py`` and what ``gemm/dispatch.py``
-calls, which are not counted.
+process, on a CPU. From storage to the GEMM it is ``engine/layers/linear.py`` and what
+``engine/gemm/dispatch.py`` calls, which are not counted.
 """
 
 import sys

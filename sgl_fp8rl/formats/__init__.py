@@ -2,8 +2,9 @@
 
 To add one that updates carry: its file, whose codes have a dtype of their own, a line in
 ``FORMATS``, its kind of copy in ``ops/weight_quant_triton.py``, and the layer that computes with it
-in ``METHODS`` of ``engine/linear.py``, and of ``engine/moe.py`` if experts have it too. One that
-only engines have has a line in ``ENGINE_ONLY``: for such a layer a trainer sends BF16.
+in ``METHODS`` of ``engine/layers/linear.py``, and of ``engine/layers/moe.py`` if experts have it
+too. One that only engines have has a line in ``ENGINE_ONLY``: for such a layer a trainer sends
+BF16.
 """
 
 from collections import Counter

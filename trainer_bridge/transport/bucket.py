@@ -13,7 +13,7 @@ from trainer_bridge.transport.rank_client import Ranks, UnreachableMemoryError
 
 
 class Bucket:
-    """Memory of ``nbytes``. The engine's side of it is ``weight_update.shared_memory.Bucket``.
+    """Memory of ``nbytes``. The engine's side of it is ``receiver.writers.shared_memory.Bucket``.
 
     A rank on this host opens a GPU's by its handle, and host memory by its descriptor, which is
     passed over the rank's socket. For one on another host, its relay makes memory of this size.

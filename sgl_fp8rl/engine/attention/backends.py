@@ -86,7 +86,7 @@ BACKENDS = {
     ),
 }
 """By SGLang's name; the first that serves a phase is selected. ``compat.ATTENTION_BACKENDS`` has
-their classes and ``engine/kv_attention.py`` their hooks."""
+their classes and ``engine/attention/kv_attention.py`` their hooks."""
 
 
 def choose(

@@ -5,7 +5,7 @@ SGLang 0.5.17 resolves a record as it makes it. 0.5.23 keeps what the user gave 
 what resolution decided, once: in its launcher, or here where that has not run yet. A process that
 runs a model publishes the same values (``compat.get_exec`` and the like).
 
-What SGLang must be told before it resolves is in ``engine/arguments.py``, ``before_resolution``.
+What SGLang must be told before it resolves is in ``startup/arguments.py``, ``before_resolution``.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""SGLang's scheduler as the host of updates (``weight_update/host.py``)."""
+"""SGLang's scheduler as the host of updates (``receiver/host.py``)."""
 
 import json
 from http import HTTPStatus

@@ -1,7 +1,7 @@
 """``--quantization fp8rl``: which layer is quantized, and why each other one is not.
 
 SGLang's own methods do the work; parameters are codes from their creation on, and BF16
-checkpoints and updates are quantized on the way in (``sgl_fp8rl.weight_update``).
+checkpoints and updates are quantized on the way in (``sgl_fp8rl.receiver``).
 """
 
 import math

@@ -1,6 +1,6 @@
 """At start, once weights are loaded: compile GEMM kernels and assign them to FP8 linears.
 
-All ranks of the engine use the table of rank 0 (``gemm.quick_tune``), so that they compute alike.
+All ranks of the engine use the table of rank 0 (``tuning.quick_tune``), so that they compute alike.
 The KV cache does not exist yet: SGLang sizes it after this, by the free memory.
 """
 

@@ -26,7 +26,7 @@ V = KV_SCALE_ROWS.index("v")
 START_V = 0.25
 """V's scale before the first measurement, where scales are measured; others are 1. A measurement
 keeps it where V's largest magnitude is 0.11 to 28, as most models have it, also if the first
-prompt's is a fiftieth of that (``engine/kv_calibrate.py``)."""
+prompt's is a fiftieth of that (``engine/control/kv_calibrate.py``)."""
 
 
 class KVScales(QuantizedKV):
