@@ -1,1 +1,1 @@
-"""The end of an update on any engine's rank, through the ``Host`` that its engine gives it."""
+"""The end of an update on any engine's rank, through the ``EngineHost`` that its engine gives."""

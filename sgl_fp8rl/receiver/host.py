@@ -7,7 +7,7 @@ from torch import nn
 from sgl_fp8rl.protocol.policy import Policy
 
 
-class Host(Protocol):
+class EngineHost(Protocol):
     """One rank of an engine. ``update_steps.py`` drives it, at the same step on every rank."""
 
     @property

@@ -11,7 +11,7 @@ from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import RETRACT
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
-from sgl_fp8rl.receiver.host import Host
+from sgl_fp8rl.receiver.host import EngineHost
 from sgl_fp8rl.receiver.kv.incoming_scales import names_in
 from sgl_fp8rl.receiver.kv.scales import KVScales
 from sgl_fp8rl.receiver.rank_server import (
@@ -31,7 +31,7 @@ PAUSED = (
 Reply = dict[str, Any]
 
 
-def run(host: Host, weights: EngineWeights, message: dict[str, Any]) -> Reply:
+def run(host: EngineHost, weights: EngineWeights, message: dict[str, Any]) -> Reply:
     """Take an update from ``begin`` to its end, and return what is answered then.
 
     Once the session is open, ``host`` tells its sockets.
@@ -80,7 +80,9 @@ def _transaction(message: dict[str, Any]) -> str:
     return name
 
 
-def _has_committed(host: Host, weights: EngineWeights, transaction: str, policy: Policy) -> bool:
+def _has_committed(
+    host: EngineHost, weights: EngineWeights, transaction: str, policy: Policy
+) -> bool:
     """Whether this engine has what its trainer decided to commit, also where it was not told."""
     if weights.committed_by(transaction, policy):
         return True
@@ -91,7 +93,9 @@ def _has_committed(host: Host, weights: EngineWeights, transaction: str, policy:
     return True
 
 
-def _prepare(host: Host, weights: EngineWeights, policy: Policy, message: dict[str, Any]) -> str:
+def _prepare(
+    host: EngineHost, weights: EngineWeights, policy: Policy, message: dict[str, Any]
+) -> str:
     """Check an update against this engine and return the fingerprint of its manifest.
 
     Every rank takes the same way through here, since ranks know the same manifests.
@@ -141,7 +145,7 @@ def _check_kv_scales(weights: EngineWeights, manifest: Manifest) -> None:
         )
 
 
-def _unrouted(host: Host, weights: EngineWeights, streamed: bool) -> list[str]:
+def _unrouted(host: EngineHost, weights: EngineWeights, streamed: bool) -> list[str]:
     """Names that no rank keeps: known of a checkpoint, unknown in a first update."""
     assert weights.table is not None
     unrouted = skipped_by_all(weights, host.gather) - weights.table.skipped
@@ -173,7 +177,7 @@ class _Ready:
 
 
 def _listen(
-    host: Host, weights: EngineWeights, fingerprint: str, message: dict[str, Any]
+    host: EngineHost, weights: EngineWeights, fingerprint: str, message: dict[str, Any]
 ) -> tuple[RankSocket | None, list[_Ready]]:
     """Open this rank's socket if every rank can begin, and say what each of them can."""
     in_flight = message.get("in_flight")
@@ -202,7 +206,7 @@ def _listen(
 
 
 def _end(
-    host: Host,
+    host: EngineHost,
     weights: EngineWeights,
     policy: Policy,
     transaction: str,
@@ -233,7 +237,7 @@ def _end(
     return {"ended": False, "failure": failed.reason, **weights.status}
 
 
-def _undone(host: Host, weights: EngineWeights, outcomes: list[Outcome]) -> bool:
+def _undone(host: EngineHost, weights: EngineWeights, outcomes: list[Outcome]) -> bool:
     """Go back to the version before on every rank, if each can."""
     if not all(o.goes_back or not o.dirty for o in outcomes):
         return False

@@ -21,7 +21,7 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver.checkpoint_files import CheckpointWriter
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
-from sgl_fp8rl.receiver.host import Host
+from sgl_fp8rl.receiver.host import EngineHost
 from sgl_fp8rl.receiver.ranks import Gather, attempted, gather_results, sources
 from sgl_fp8rl.receiver.routes.route_tracer import record_routes
 from sgl_fp8rl.receiver.routes.routes import RouteTable, shapes_of
@@ -53,7 +53,7 @@ def export_layout(
     }
 
 
-def write(weights: EngineWeights, folder: Any, host: Host) -> dict[str, Any]:
+def write(weights: EngineWeights, folder: Any, host: EngineHost) -> dict[str, Any]:
     """Write the committed weights as safetensors: rank 0 writes what all ranks hold.
 
     Args:

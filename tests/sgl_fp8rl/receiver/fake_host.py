@@ -32,7 +32,7 @@ class Exchange:
 
 
 class FakeHost:
-    """An idle engine, which generates nothing: ``Host`` of the real update steps."""
+    """An idle engine, which generates nothing: ``EngineHost`` of the real update steps."""
 
     def __init__(
         self, rank: int, exchange: Exchange, tell: Callable[[dict[str, Any]], None]
