@@ -251,7 +251,7 @@ def chunk_before_the_bucket(trainer: ByHand) -> None:
 
 def bucket_that_is_shorter(trainer: ByHand) -> None:
     message = {"op": "bucket", "name": "short", "bytes": BUCKET_BYTES + 1}
-    trainer.ranks.ask(message, (trainer.bucket._memory.fd,))
+    trainer.ranks.ask(message, trainer.bucket._fds)
 
 
 def bucket_on_a_gpu(trainer: ByHand) -> None:
