@@ -30,6 +30,8 @@ To compute the forward with the very FP8 codes that the engine serves:
 >>> fp8.check(engine)
 """
 
+from typing import Any
+
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct, policy_loss
 from trainer_bridge.correction import Correction as Correction
 from trainer_bridge.engines.engine_client import EngineError
@@ -51,7 +53,23 @@ from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import UpdateResult as UpdateResult
 from trainer_bridge.updates.update import update
 
-close = KEPT.close
+
+def close(engine: Any) -> None:
+    """Disconnect from an engine: it unmaps this process's GPU memory, which can then be reused.
+
+    This happens automatically at exit. A later ``update`` connects again. Codes of shards that
+    no engine has open any more are freed. The trainer's other ranks, which have no engine, free
+    theirs at the next update; or they call ``close(None)`` once the first rank's call has
+    returned.
+
+    Args:
+        engine: as for ``update``; nothing happens if it was never updated.
+
+    Raises:
+        EngineError: it is a string, but not an address.
+    """
+    KEPT.close(engine)
+
 
 # What a loop calls. The other names are types and closer looks, whose modules have their own pages.
 __all__ = [

@@ -1,5 +1,6 @@
 """The end of a trainer, or of its connection: the engine lets go of its memory."""
 
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -42,6 +43,11 @@ def looping(engine: FakeEngine) -> Iterator[None]:
 def opened(engine: FakeEngine) -> list[int]:
     """How much of a trainer's memory each rank has open."""
     return [len(weights.memory.known()) for weights in engine.ranks]
+
+
+def test_what_is_pickled_of_close_closes_what_this_process_keeps() -> None:
+    """As where a Ray task, or a process that is spawned, refers to it."""
+    assert pickle.loads(pickle.dumps(trainer_bridge.close)) is trainer_bridge.close
 
 
 def test_the_engine_keeps_what_a_living_trainer_shares() -> None:

@@ -219,19 +219,7 @@ class Kept:
         return {seed for connection in self._alive for seed in connection.opened}
 
     def close(self, engine: Any) -> None:
-        """Disconnect from an engine: it unmaps this process's GPU memory, which can then be reused.
-
-        This happens automatically at exit. A later ``update`` connects again. Codes of shards that
-        no engine has open any more are freed. The trainer's other ranks, which have no engine, free
-        theirs at the next update; or they call ``close(None)`` once the first rank's call has
-        returned.
-
-        Args:
-            engine: as for ``update``; nothing happens if it was never updated.
-
-        Raises:
-            EngineError: it is a string, but not an address.
-        """
+        """What ``trainer_bridge.close`` does."""
         had = self.opened()
         if isinstance(engine, list | tuple):
             for each in engine:
