@@ -662,6 +662,23 @@ def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.Monkey
     assert holds(engine, step(tensors, 2))
 
 
+def test_after_two_failures_no_base_is_kept() -> None:
+    """Also that of an engine that holds another one than changes were of."""
+    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
+    tensors = toy.checkpoint(0)
+    for engine in engines:
+        update(tensors, engine, version=0)
+    connections = [KEPT.connection_to(engine) for engine in engines]
+    bad = {name: tensor.clone() for name, tensor in step(tensors, 1).items()}
+    next(tensor for tensor in bad.values() if tensor.dim() == 2)[0, 0] = math.nan
+    for keeps in (True, False):
+        with pytest.raises(EngineError, match="NaN"):
+            update(bad, engines, version=1)
+        assert [each.base is not None for each in connections] == [keeps, keeps]
+    update(step(tensors, 2), engines, version=2)
+    assert all(holds(engine, step(tensors, 2)) for engine in engines)
+
+
 def test_a_trainer_keeps_no_image_that_no_engine_keeps() -> None:
     engine = remote_engine(1, SMALL, IMAGE_BYTES)
     update(toy.checkpoint(0), engine, version=0)

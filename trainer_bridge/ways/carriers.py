@@ -144,7 +144,6 @@ class TCP(Carrier):
         super().__init__(layout, device)
         self._changes: Changes | None = None
         """None where no engine keeps what it is sent."""
-        self._base: Base | None = None
         self._keeping: list[Holder] = []
         self._fingerprint = ""
 
@@ -158,7 +157,7 @@ class TCP(Carrier):
 
     def begin(self, plan: TransferPlan, engines: Sequence[tuple[Holder, EngineRanks]]) -> None:
         """Send only what changed to engines that hold the last update."""
-        self._changes, self._base, self._keeping = None, None, []
+        self._changes, self._keeping = None, []
         self._fingerprint, bases, held = plan.manifest.fingerprint, [], []
         for holder, ranks in engines:
             if ranks.image is None or not _can_change(plan, ranks.image_bytes):
@@ -170,12 +169,11 @@ class TCP(Carrier):
                 bases.append(holder.base)
         if not self._keeping:
             return
-        found = (base for base in bases if base.image.name and base.image.name in held)
-        self._base = next(found, None)
-        self._changes = Changes(None if self._base is None else self._base.image)
+        found = (each.image for each in bases if each.image.name and each.image.name in held)
+        self._changes = Changes(next(found, None))
         for _, ranks in engines:
             ranks.next_image = self._changes.name
-        if self._base is None:
+        if not self._changes.before:
             for base in bases:
                 base.image.empty()  # its memory goes before that of the next one comes
             for holder in self._keeping:
@@ -205,12 +203,13 @@ class TCP(Carrier):
 
     def close(self) -> None:
         """An update that has not committed has failed."""
-        if self._changes is not None and self._base is not None:
+        if self._changes is not None:
             for holder in self._keeping:
-                if self._base.has_failed and holder.base is self._base:
+                if holder.base is not None and holder.base.has_failed:
                     holder.base = None
-            self._base.has_failed = True
-        self._changes, self._base, self._keeping = None, None, []
+            for base in [holder.base for holder in self._keeping if holder.base is not None]:
+                base.has_failed = True  # several engines may hold it
+        self._changes, self._keeping = None, []
 
 
 def _can_change(plan: TransferPlan, most: int) -> bool:

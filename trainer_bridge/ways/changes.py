@@ -26,7 +26,8 @@ class Base:
     """Of its manifest."""
     image: Image
     has_failed: bool = False
-    """Whether the last update that changed it failed: after a second one the next is whole."""
+    """Whether the last update of an engine that holds it failed: after a second one the next is
+    whole."""
 
 
 class Changes:
