@@ -30,6 +30,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_what_quick_leaves_out_exists() -> None:
+    """pytest says nothing of a ``--deselect`` that matches no test."""
+    here = Path(__file__).parents[1]
+    for test in run.SLOW:
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (here / file).read_text(), test
+
+
 def of_plan(monkeypatch: pytest.MonkeyPatch, *suites: run.Suite) -> int:
     monkeypatch.setattr(run, "PLANS", {"test": suites})
     monkeypatch.setattr(sys, "argv", ["run.py", "test"])
