@@ -114,10 +114,10 @@ def unmeasured(
 ) -> list[str]:
     """What was not measured with today's kernels, and what that means for the figures."""
     if reasons := untimed(shape, cluster):
-        return [f"{' and '.join(reasons)}: there are no times"]
+        return [f"{' and '.join(reasons)}: plan predicts no times"]
     told = []
     if arms := [each.arm.name for each in found if not each.outcome]:
-        told.append(f"{', '.join(arms)}: there are no times")
+        told.append(f"{', '.join(arms)}: plan predicts no times")
     known = speed.figures()
     if asdict(shape) != known["shape"]:
         told.append(
@@ -172,7 +172,7 @@ def _row(each: Prediction, cluster: Cluster, generated: int) -> tuple[str, ...]:
 
 
 def _flags(best: Prediction, cluster: Cluster) -> str:
-    """Of the fastest way; where there are no times, what all ways have besides their own."""
+    """Of the fastest way; where plan predicts no times, what all ways have besides their own."""
     outcome = best.outcome
     way = best.arm.name if outcome else "each way, besides its own flags (docs/plan.md)"
     flags = [

@@ -41,16 +41,16 @@ def test_the_fastest_way_comes_first_and_those_without_times_last(
     printed = capsys.readouterr().out
     for said in ("--quantization fp8rl --kv-cache-dtype fp8_e4m3", "NVIDIA H200", "2 engines"):
         assert said in printed
-    assert "kernels: stock-block-fp8, fp8rl, fp8rl-kv8-int8: there are no times" in printed
+    assert "kernels: stock-block-fp8, fp8rl, fp8rl-kv8-int8: plan predicts no times" in printed
     assert printed.count("Not measured") == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpus", "2", "--tp", "2"], "kernels: engines of several GPUs: there are no times"),
+        (["--gpus", "2", "--tp", "2"], "kernels: engines of several GPUs: plan predicts no times"),
         (["--gpus", "5", "--tp", "2"], "2 engines, each with (1 of 5 GPUs idle)"),
-        (["--gpu", "h100"], "kernels: other GPUs than an H200: there are no times"),
+        (["--gpu", "h100"], "kernels: other GPUs than an H200: plan predicts no times"),
         (["--max-response-tokens", "90000", "--sigma", "2"], "of more than 30000 tokens (one has"),
         (["--samples", "600"], "kernels: steps of more than 256 requests"),
     ],
@@ -67,7 +67,7 @@ def test_models_with_experts_have_no_times_and_dense_ones_scaled_ones() -> None:
     found = report.predictions(MOE, asked, cluster)
     assert not any(each.outcome for each in found)
     printed = report.render(MOE, asked, cluster, found)
-    assert "kernels: models with experts: there are no times" in printed
+    assert "kernels: models with experts: plan predicts no times" in printed
     assert "--mem-fraction-static" in printed and "Figures" not in printed
     half = replace(QWEN, layers=18)
     small, large = (report.predictions(of, asked, cluster) for of in (half, QWEN))
