@@ -1,1 +1,1 @@
-"""Old names of ``trainer_bridge.adapters`` and ``sgl_fp8rl.verl``, for one release."""
+"""Old names of ``trainer_bridge.adapters``, for one release."""
