@@ -8,25 +8,25 @@ Each runs on the kernels that an engine runs: BF16 cuBLAS or Triton; block FP8 D
 where the layer is ragged, experts Triton; channel FP8 and INT8 sgl_kernel's CUTLASS GEMMs, experts
 Triton with the tiles that SGLang has for them. What is timed begins with BF16 activations: their
 quantization and padding is in it, which the norms and SiLUs of an engine save block FP8. Weights
-are normal, activations too, or with outliers (``engine/tuning/bench_inputs.py``). Errors are those
+are normal, activations too, or with outliers (``gemm_inputs.py``). Errors are those
 of a float64 product of the BF16 values. Shape suffixes: M tokens, N x K the weight, R rows of
 experts, E experts, T experts a token.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.benchmark import Benchmark, Job, Measurement, Run
-from sgl_fp8rl.engine.tuning.bench_inputs import (
-    checked_rows,
-    copies,
-    cuda_graph_us,
-    random_activations,
-)
+from benchmarks.gemm_inputs import checked_rows, copies, random_activations
+from benchmarks.measuring import graph_us
+from sgl_fp8rl.engine import compat
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, BLOCKS, CHOICES
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, fit_experts
 from sgl_fp8rl.ops.activation import Channels
@@ -98,9 +98,8 @@ def measure(layers: tuple[Layer, ...], run: Run) -> list[Measurement]:
     """The error and the time of each layer, format and batch."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     made: list[Measurement] = []
-    from sgl_fp8rl.engine.startup.deep_gemm import compiling_only_what_runs
-
-    with _published(), compiling_only_what_runs():
+    # else SGLang compiles DeepGEMM's kernels for every M at a GEMM's first call
+    with _published(), patch.object(compat.deep_gemm_warmup, "_DO_COMPILE_ALL", False):
         for layer in layers:
             parts = linears(layer, device) if isinstance(layer, Linear) else experts(layer, device)
             for found in parts:
@@ -113,7 +112,7 @@ def linears(layer: Linear, device: str, tokens: tuple[int, ...] = TOKENS) -> Ite
     """Each format and batch of a linear layer."""
     random = torch.Generator(device).manual_seed(0)
     weight_NK = torch.randn(layer.shape, generator=random, device=device).to(BF16)
-    calls = {arm: [_bound(arm, layer, weight_NK) for _ in range(_sets(weight_NK))] for arm in ARMS}
+    calls = {arm: [_bound(arm, layer, weight_NK) for _ in range(copies(weight_NK))] for arm in ARMS}
     N, K = layer.shape
     for M in tokens:
         xs = random_activations(M, K, random)
@@ -123,10 +122,6 @@ def linears(layer: Linear, device: str, tokens: tuple[int, ...] = TOKENS) -> Ite
             errors = [_error(sets[0](x)[at], y) for x, y in zip(xs, exact, strict=True)]
             us = _time_us(sets, xs[0])
             yield _measurement(arm, layer.model, f"{layer.name} {N}x{K}", M, errors, us)
-
-
-def _sets(weight_NK: torch.Tensor) -> int:
-    return max(2, copies(weight_NK)) if weight_NK.is_cuda else 1
 
 
 def _measurement(
@@ -143,7 +138,7 @@ def _error(y: torch.Tensor, exact: torch.Tensor) -> float:
 
 def _time_us(calls: list[Call], x: torch.Tensor) -> float:
     if x.is_cuda:
-        return cuda_graph_us(lambda i: calls[i](x), len(calls))
+        return median(graph_us([partial(call, x) for call in calls]))
     start = perf_counter()
     calls[0](x)
     return 1e6 * (perf_counter() - start)

@@ -21,7 +21,6 @@ from benchmarks.tables import (
 from benchmarks.tables import engines as engine_tables
 from benchmarks.tables import kernels as kernel_tables
 
-TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"
 PLAN = ROOT / "sgl_fp8rl" / "plan"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 """A block may stand on any of them, once."""
@@ -62,8 +61,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "decode_profile": ("decode_profile.json", engine_tables.decode_profile),
     "decode_profile_moe": ("decode_profile_moe.json", engine_tables.decode_profile),
     "kernels": ("kernels.json", kernel_tables.kernels),
-    "gemms": (TABLES / "nvidia-h200.json", kernel_tables.gemms),
-    "gemms_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.gemms),
 }
 """What each block is made from, a file of ``RESULTS`` unless its whole path is given, and how."""
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Run
-from benchmarks.engines import expert_tiles, models, serving
+from benchmarks.engines import models, serving
 from benchmarks.engines.keywords import (
     BLOCK_FP8,
     ENGINE,
@@ -41,8 +41,6 @@ class Arm:
     """Keywords of ``sglang.Engine`` besides those of all arms."""
     by_default: bool = True
     """Whether it runs where no jobs are named."""
-    has_our_tiles: bool = False
-    """Whether stock SGLang is given the tiles of experts that this package ships."""
     model: str = "qwen3-8b"
     tp: int = 1
     """Ranks of tensor parallelism."""
@@ -114,7 +112,6 @@ ARMS = (
 )
 # the kernels that stock SGLang has for experts in block FP8; where none is named it takes Triton's
 EXPERTS = (
-    Arm("stock-block-fp8-kv8-xqa-tiles", STOCK_FP8_XQA, has_our_tiles=True),
     Arm("stock-block-fp8-kv8-xqa-deepgemm", {**STOCK_FP8_XQA, "moe_runner_backend": "deep_gemm"}),
     Arm("stock-block-fp8-kv8-xqa-cutlass", {**STOCK_FP8_XQA, "moe_runner_backend": "cutlass"}),
     # one kernel for QK-norm and RoPE, which SGLang has for this model alone
@@ -173,8 +170,6 @@ def measure(arm: Arm, run: Run) -> list[Measurement]:
     """
     arm.assert_served()
     shape = models.written(models.SHAPES[arm.model], run.folder, run.options["layers"])
-    if arm.has_our_tiles:
-        expert_tiles.give_stock(run.folder)
     loads = LOADS[arm.model]
     keywords = arm.keywords(batches=[load.batch for load in loads])
     wanted = wanted_loads(arm.model, run)

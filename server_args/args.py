@@ -104,11 +104,6 @@ class Fp8RLServerArgs:
         default=None, metadata=_option("JSON file of FP8 KV scales to start with")
     )
     """JSON file with the initial scales, as the control message ``kv`` returns them."""
-    tune_cache: str = field(
-        default="~/.cache/sgl-fp8rl",
-        metadata=_option("folder of measured kernel choices"),
-    )
-    """Folder with the fastest kernel of each shape; ``~`` is the home folder."""
     key: str | None = field(
         default=None,
         repr=False,
@@ -182,8 +177,6 @@ class Fp8RLServerArgs:
             raise _invalid("kv_scales", f"must name a file, not {self.kv_scales!r}")
         _check_choice("listen", self.listen, LISTEN_SCOPES)
         _check_choice("network", self.network, NETWORKS)
-        if not _is_text(self.tune_cache):
-            raise _invalid("tune_cache", f"must name a folder, not {self.tune_cache!r}")
         if self.key is not None and not _is_header_safe(self.key):
             raise _invalid("key", "must be printable ASCII without spaces, for an HTTP header")
         if self.listen == "any" and self.key is None:

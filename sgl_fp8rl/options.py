@@ -10,8 +10,7 @@ hand, and its result is handed on from there:
   scheduler's hook and the start of the kernels find it;
 - verl's arguments, for the KV cache alone;
 - ``kv_setup.with_token_scales``, where SGLang sizes the KV cache;
-- ``Control.__init__``, in the main process, for the control channel;
-- ``cli._tune``, which has no engine.
+- ``Control.__init__``, in the main process, for the control channel.
 
 A trainer has one variable, its key, which ``trainer_bridge.engines.engine_client`` reads.
 """

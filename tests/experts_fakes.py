@@ -54,7 +54,6 @@ class Experts(nn.Module):
         backend = SimpleNamespace(is_triton=lambda: True)
         method.runner = SimpleNamespace(runner_backend=backend, fused_func=object())
         method.is_compiled = False
-        method.tiles = None
         self.quant_method = method
 
 

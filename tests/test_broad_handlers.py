@@ -13,7 +13,6 @@ PERMITTED = {
     "sgl_fp8rl/receiver/rank_server.py:serve": "a trainer's message must not end the server",
     "sgl_fp8rl/receiver/relay/relay.py:Relay._run": "trainer and ranks would wait for its thread",
     "sgl_fp8rl/protocol/attempt.py:attempt": "other ranks wait for the error and would not hear it",
-    "sgl_fp8rl/engine/tuning/tune.py:tried": "compilers raise anything; other kernels still run",
     "sgl_fp8rl/verl/plugin.py:register_trainer": "verl goes on without our trainer",
     "sgl_fp8rl/tools/doctor/command.py:run_checks": "a broken installation still gets its report",
 }

@@ -45,7 +45,7 @@ LAYERS = (
     # SGLang
     "sgl_fp8rl.engine.compat",
     "sgl_fp8rl.engine.gemm sgl_fp8rl.engine.cpu",
-    "sgl_fp8rl.engine.layers sgl_fp8rl.engine.tuning",
+    "sgl_fp8rl.engine.layers",
     "sgl_fp8rl.engine.control",
     "sgl_fp8rl.engine.attention",
     "sgl_fp8rl.engine.startup",

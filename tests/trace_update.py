@@ -3,7 +3,7 @@
 
 The engine is a ``FakeEngine`` of one rank: real update steps over real sockets, in threads of this
 process, on a CPU. From storage to the GEMM it is ``engine/layers/linear.py`` and what
-``engine/gemm/dispatch.py`` calls, which are not counted.
+``engine/gemm/linear.py`` calls, which are not counted.
 """
 
 import sys

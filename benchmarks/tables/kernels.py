@@ -1,4 +1,4 @@
-"""The measured blocks of docs/performance_evidence.md about single kernels and GEMMs."""
+"""The measured blocks of docs/performance_evidence.md about single kernels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +9,10 @@ from benchmarks.tables.markdown import (
     Form,
     facts,
     failures,
-    grid,
     joined,
     table,
     with_share,
 )
-from sgl_fp8rl.engine.gemm.candidates import FLASHINFER, STOCK
 
 Results = Mapping[str, Any]
 STOCK_US = ("stock", "kernel_us")
@@ -54,25 +52,3 @@ def kernels(results: Results) -> str:
 
 def _us(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def gemms(content: Results) -> str:
-    """A shipped table of GEMMs: for each shape the batches where another kernel than SGLang's is
-    taken, or where there is FlashInfer's, the batches that take it."""
-    versions, shapes = content["versions"], content["shapes"]
-    names = {entry["kernel"] for found in shapes.values() for entry in found}
-    # what takes another kernel is in the table without FlashInfer's GEMM
-    listed = {FLASHINFER} if FLASHINFER in names else names - {STOCK}
-    lines = []
-    for shape, found in shapes.items():
-        faster = [
-            f"{e['m']}: {e['stock_us'] / e['us']:.2f}x" for e in found if e["kernel"] in listed
-        ]
-        lines.append([shape.replace("x", " x "), ", ".join(faster)])
-    batches = {entry["m"] for found in shapes.values() for entry in found}
-    return joined(
-        grid(["N x K", "rows: times as fast as SGLang's kernel"], lines),
-        f"{content['gpu']}, torch {versions['torch']}, SGLang {versions['sglang']}, DeepGEMM "
-        f"{versions['sgl-deep-gemm']}, FlashInfer {versions['flashinfer-python']}. Measured at "
-        f"{len(batches)} batches up to {max(batches, default=0)} rows.",
-    )

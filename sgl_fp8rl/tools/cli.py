@@ -8,8 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from server_args.args import FORMATS
-from sgl_fp8rl.engine import compat
-from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.states import ABORT, IN_FLIGHT
 from sgl_fp8rl.tools.doctor import command as doctor
 from sgl_fp8rl.tools.layers import read_layers, render_layers
@@ -24,8 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor.run(arguments.json)
     if arguments.command == "kv-report":
         return _kv_report(arguments)
-    if arguments.command == "tune":
-        return _tune(arguments.model, arguments.tp)
     if arguments.command == "precision":
         return precision.run(arguments)
     if arguments.command == "export":
@@ -50,10 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("model", help="folder of the model; its weights are not read")
     layers.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
     layers.add_argument("--json", action="store_true", help="print the list as JSON")
-
-    tune = commands.add_parser("tune", help="measure which FP8 kernel is fastest on this GPU")
-    tune.add_argument("model", help="folder of the model; its weights are not read")
-    tune.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
 
     precision.add_arguments(
         commands.add_parser(
@@ -136,33 +128,6 @@ def _kv_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tune(model: str, tp_size: int) -> int:
-    import torch
-
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        sys.exit("sgl-fp8rl tune: no Hopper GPU found; run it on one, others need no tuning")
-    from sgl_fp8rl.formats import BLOCKS
-
-    names = [format_.name for format_ in BLOCKS]
-    layers = [la for la in read_layers(model, tp_size, "tune") if la["format"] in names]
-
-    from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape
-    from sgl_fp8rl.engine.startup.deep_gemm import compiling_only_what_runs
-    from sgl_fp8rl.tools import tune as command
-
-    shapes = sorted({(n, k) for *experts, n, k in (x["shape"] for x in layers) if not experts})
-    stacks = [(*layer["shape"], layer["top_k"]) for layer in layers if layer["top_k"]]
-    experts = sorted({ExpertShape(E, H, rows // 2, T) for E, rows, H, T in stacks})
-    if not shapes and not experts:
-        sys.exit(f"sgl-fp8rl tune: {model} has no block-FP8 layers; unset FP8RL_FORMAT")
-    try:
-        with compiling_only_what_runs():
-            command.run(shapes, experts, current_options().tune_cache)
-    except (OSError, ValueError, torch.OutOfMemoryError, compat.IncompatibleSGLangError) as error:
-        sys.exit(f"sgl-fp8rl tune: {error}")
-    return 0
-
-
 def _export(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
@@ -208,7 +173,7 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _print_layers(model: str, tp_size: int, as_json: bool) -> int:
-    layers = read_layers(model, tp_size, "layers")
+    layers = read_layers(model, tp_size)
     print(json.dumps({"layers": layers}, indent=2) if as_json else render_layers(layers))
     return 0
 

@@ -1,4 +1,4 @@
-"""The layers of a model, as an engine would hold them, for ``sgl-fp8rl layers`` and ``tune``."""
+"""The layers of a model, as an engine would hold them, for ``sgl-fp8rl layers``."""
 
 import sys
 from collections import Counter
@@ -9,11 +9,8 @@ from sgl_fp8rl.tables import align
 from sgl_fp8rl.tools.dummy_engine import dummy_engine
 
 
-def read_layers(model: str, tp_size: int, command: str) -> list[dict[str, Any]]:
+def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
     """Start an engine with dummy weights, since only SGLang knows a model's layers.
-
-    Args:
-        command: the subcommand of ``sgl-fp8rl`` that an error names.
 
     Returns:
         One ``quant_config.LayerFormat`` as a dictionary for each layer, as the first rank holds it.
@@ -25,9 +22,9 @@ def read_layers(model: str, tp_size: int, command: str) -> list[dict[str, Any]]:
         with dummy_engine(model, tp_size) as engine:
             layers: list[dict[str, Any]] = engine.fp8rl_control({"op": "layers"})["layers"]
     except ImportError as error:
-        sys.exit(f"sgl-fp8rl {command} needs SGLang ({error}); run {compat.INSTALL}")
+        sys.exit(f"sgl-fp8rl layers needs SGLang ({error}); run {compat.INSTALL}")
     except (OSError, ValueError) as error:  # transformers raises them where the path has no model
-        sys.exit(f"sgl-fp8rl {command} {model}: {error}")
+        sys.exit(f"sgl-fp8rl layers {model}: {error}")
     return layers
 
 

@@ -2,11 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl.engine.gemm.table import FILES
-from sgl_fp8rl.engine.gemm.tune_cache import Machine
 from tests.gpu.policies import Shape
 
 LATENT, NOPE, ROPE, VALUES = 512, 128, 64, 128
@@ -23,8 +20,6 @@ class MlaShape(Shape):
     """Channels of an expert."""
     shared: int = 1
     """Shared experts."""
-    linears: tuple[tuple[int, int], ...] = ()
-    """N and K of each FP8 weight outside of the experts, as stored on one rank."""
 
     def config(self) -> dict[str, Any]:
         kind = "3" if self.q_rank else "2"
@@ -100,10 +95,6 @@ V2_LITE = MlaShape(
     experts=32,
     expert=1408,
     shared=2,
-    linears=(
-        *((3072, 2048), (576, 2048), (2048, 2048), (8192, 2048), (2048, 4096)),
-        *((5632, 2048), (2048, 2816)),
-    ),
 )
 V3 = MlaShape(
     "deepseek-v3",
@@ -114,15 +105,4 @@ V3 = MlaShape(
     experts=32,
     q_rank=1536,
     expert=1024,
-    linears=(
-        *((2112, 2048), (3072, 1536), (2048, 2048), (8192, 2048), (2048, 4096)),
-        *((2048, 2048), (2048, 1024)),
-    ),
 )
-
-
-def stock_kernels(shape: MlaShape, folder: Path) -> Path:
-    """A tune cache by which every engine runs the same GEMMs, and none measures at its start."""
-    machine = Machine.here(0)
-    FILES.save(FILES.path(machine, str(folder)), machine, {linear: [] for linear in shape.linears})
-    return folder

@@ -30,7 +30,7 @@ TOGETHER = (
     ("in_flight",),
     ("kv_cache",),
     ("gemms",),
-    ("expert_tiles", "experts"),
+    ("experts",),
     ("kv_triton", "qk_rope", "kv_int8_triton", "kv_pages_triton"),
     (
         "flashinfer_plans",

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.gemm import expert_tiles, experts, grouped_experts
-from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape, Tiles
-from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm import experts, grouped_experts
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops import activation, activation_triton
@@ -23,7 +21,6 @@ from tests.gpu.conftest import INTERPRETED
 
 Tensor = torch.Tensor
 E, T, H, I = 128, 8, 2048, 768  # noqa: E741
-SHAPE = ExpertShape(E, H, I, T)
 LEAST_EQUAL, MAX_SUM_ERROR = 0.99, 1e-3
 """Up to 32 tokens, which SGLang sums by another kernel; above, all bytes must be equal. Seen: all
 equal at every size that was timed, 1 to 16384."""
@@ -88,11 +85,8 @@ def layer() -> Any:
     )
 
 
-def method(
-    is_compiled: bool = False, tiles: Tiles | None = None, format: WeightFormat = BLOCK_FP8
-) -> Any:
-    """Without tiles SGLang's are taken: others sum in another order."""
-    return SimpleNamespace(format=format, is_compiled=is_compiled, tiles=tiles)
+def method(is_compiled: bool = False, format: WeightFormat = BLOCK_FP8) -> Any:
+    return SimpleNamespace(format=format, is_compiled=is_compiled)
 
 
 def with_method(layer: Any, **given: Any) -> Any:
@@ -227,7 +221,7 @@ def exact(layer: Any, x_H: Tensor, weights_T: Tensor, ids_T: Tensor) -> Tensor:
 def test_values_are_those_of_float64(M: int, spread: int, fmt: WeightFormat, layer: Any) -> None:
     x, (weights, ids) = rows(M, H, spread=spread).cuda(), routes(M)
     grouped_experts.compile_grouped(layer, T, M)
-    large = with_method(layer, is_compiled=True, tiles=shipped_tiles(), format=fmt)
+    large = with_method(layer, is_compiled=True, format=fmt)
     assert grouped_experts.is_grouped(large, M, T) == (M == 4096)
     got = experts.experts(large, x, weights, ids)[:CHECKED].double().cpu()
     want = torch.stack([exact(large, x[m], weights[m], ids[m]) for m in range(CHECKED)])
@@ -236,21 +230,3 @@ def test_values_are_those_of_float64(M: int, spread: int, fmt: WeightFormat, lay
     assert 1 - float(cosine) <= MAX_COSINE_ERROR
     other = torch.nn.functional.cosine_similarity(got.flatten(), want.roll(1, 0).flatten(), dim=0)
     assert 1 - float(other) > 100 * MAX_COSINE_ERROR, "control: another token shows"
-
-
-@torch.no_grad()
-def test_measured_tiles_compute_the_same(layer: Any) -> None:
-    """Each pair where it is taken, but for the order of sums."""
-    tiles = shipped_tiles()
-    if tiles is None:
-        pytest.skip("the package has no tiles for these experts on this GPU")
-    for M in (*tiles.bounds, 4096):
-        x, topk = rows(M, H, spread=1).cuda(), routes(M)
-        want = stock(layer, x, *topk)
-        got = experts.experts(with_method(layer, tiles=tiles), x, *topk)
-        assert off(got, want) <= MAX_ERROR, (M, tiles.at(M))
-
-
-def shipped_tiles() -> Tiles | None:
-    """Those of the package for these experts on this GPU."""
-    return expert_tiles.find([SHAPE], Machine.here(0), "no such folder").get(SHAPE)

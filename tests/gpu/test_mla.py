@@ -27,7 +27,7 @@ from tests.gpu.engines import (
     together,
     update,
 )
-from tests.gpu.mla_shapes import V2_LITE, V3, MlaShape, stock_kernels
+from tests.gpu.mla_shapes import V2_LITE, V3, MlaShape
 from tests.gpu.policies import (
     codes_and_scales,
     draw,
@@ -67,16 +67,14 @@ class Run:
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     shape: MlaShape = request.param
     logs = tmp_path_factory.mktemp(shape.name)
-    kernels = stock_kernels(shape, logs / "kernels")
     with shared_folder() as folder:
         first, last = (
             write_checkpoint(shape, draw(shape, version), folder / str(version))
             for version in (0, LAST)
         )
-        flags = {"fp8rl_tune_cache": str(kernels)}
         with together(
-            partial(start_server, logs / "server.log", first, **flags),
-            partial(start_engine, logs / "fresh.log", last, **flags),
+            partial(start_server, logs / "server.log", first),
+            partial(start_engine, logs / "fresh.log", last),
         ) as (server, engine):
             sizes = [*captured_sizes(server.log), *PADDED]
             trainer = Trainer(shape)

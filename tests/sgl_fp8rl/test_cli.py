@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.gemm.expert_tiles import ExpertShape
 from sgl_fp8rl.tools import cli, kv_report
-from sgl_fp8rl.tools import tune as command
-from sgl_fp8rl.tools.layers import read_layers, render_layers
+from sgl_fp8rl.tools.layers import render_layers
 from tests.engine.models import make_checkpoint
 from tests.sgl_fp8rl.kv.test_kv_report import PNG_SIGNATURE, a_reply
 
@@ -27,16 +23,15 @@ LAYERS: list[dict[str, Any]] = [
         "format": format_,
         "reason": reason,
         "shape": shape,
-        "top_k": top_k,
         "unpadded": [320, 256] if name.endswith("o_proj") else None,
         "padding_bytes": 64 * 256 if name.endswith("o_proj") else 0,
     }
-    for name, format_, reason, shape, top_k in (
-        ("model.embed_tokens", "bf16", "embedding", [512, 256], None),
-        ("model.layers.0.self_attn.o_proj", "block-fp8", None, [384, 256], None),
-        ("model.layers.0.mlp.down_proj", "block-fp8", None, [256, 384], None),
-        ("model.layers.0.mlp.experts", "block-fp8", None, [4, 256, 256], 3),
-        ("lm_head", "bf16", "output head", [512, 256], None),
+    for name, format_, reason, shape in (
+        ("model.embed_tokens", "bf16", "embedding", [512, 256]),
+        ("model.layers.0.self_attn.o_proj", "block-fp8", None, [384, 256]),
+        ("model.layers.0.mlp.down_proj", "block-fp8", None, [256, 384]),
+        ("model.layers.0.mlp.experts", "block-fp8", None, [4, 256, 256]),
+        ("lm_head", "bf16", "output head", [512, 256]),
     )
 ]
 
@@ -60,7 +55,7 @@ def test_layer_table() -> None:
 def test_layers_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[tuple[str, int]] = []
 
-    def read(model: str, tp_size: int, command: str) -> list[dict[str, Any]]:
+    def read(model: str, tp_size: int) -> list[dict[str, Any]]:
         asked.append((model, tp_size))
         return LAYERS
 
@@ -77,8 +72,6 @@ def test_a_path_without_a_model_ends_in_a_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sgl_fp8rl.tools.layers.dummy_engine", start)
     with pytest.raises(SystemExit, match="sgl-fp8rl layers /absent: Repo id"):
         cli.main(["layers", "/absent"])
-    with pytest.raises(SystemExit, match="sgl-fp8rl tune /absent: Repo id"):
-        read_layers("/absent", 1, "tune")
 
 
 def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,51 +79,13 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([])
     assert exit_.value.code == 2
     said = capsys.readouterr().err
-    assert all(name in said for name in ("doctor", "layers", "tune", "kv-report"))
+    assert all(name in said for name in ("doctor", "layers", "plan", "kv-report"))
 
 
 def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(SystemExit, match="SGLang"):
         cli.main(["layers", "some/model"])
-
-
-def test_tune_takes_the_fp8_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Not the BF16 ones, and not the experts that run SGLang's kernels; either kind may be all."""
-    stock = compat.deep_gemm_warmup  # imports SGLang, before there seems to be a GPU
-    monkeypatch.setattr(stock, "_DO_COMPILE_ALL", True)
-    tuned: list[Any] = []
-    monkeypatch.setenv("FP8RL_TUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(cli, "read_layers", lambda model, tp_size, command: LAYERS * tp_size)
-
-    def run(*given: Any) -> None:
-        assert not stock._DO_COMPILE_ALL
-        tuned.append(given)
-
-    monkeypatch.setattr(command, "run", run)
-    assert cli.main(["tune", "some/model", "--tp", "2"]) == 0
-    linears, experts = [(256, 384), (384, 256)], [ExpertShape(4, 256, 128, 3)]
-    assert tuned == [(linears, experts, str(tmp_path))]
-    embedding, _, down, stack, _ = LAYERS
-    for layers in ([embedding, down, {**stack, "top_k": None}], [stack]):
-        monkeypatch.setattr(cli, "read_layers", lambda *_, layers=layers: layers)
-        assert cli.main(["tune", "some/model"]) == 0
-    assert [given[:2] for given in tuned[1:]] == [(linears[:1], []), ([], experts)]
-    monkeypatch.setattr(cli, "read_layers", lambda *_: [embedding])
-    with pytest.raises(SystemExit, match="some/model"):
-        cli.main(["tune", "some/model"])
-
-
-def test_tune_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="Hopper"):
-        cli.main(["tune", "some/model"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    with pytest.raises(SystemExit, match="Hopper"):
-        cli.main(["tune", "some/model"])
 
 
 KEY = "a shared secret"
@@ -216,27 +171,12 @@ def test_kv_report_faults_are_sentences(tmp_path: Path) -> None:
         cli.main(["kv-report", str(saved), "--json", str(tmp_path / "none" / "kv.json")])
 
 
-LAYERS_THEN_TILES = """
-import sys
-from sgl_fp8rl.tools import cli
-from sgl_fp8rl.engine.gemm import expert_tiles
-from sgl_fp8rl.engine.gemm.tune_cache import Machine
-
-code = cli.main(sys.argv[1:])
-experts = expert_tiles.ExpertShape(4, 256, 128, 2)
-assert expert_tiles.find([experts], Machine("none", 1, {}), ".") == {}
-sys.exit(code)
-"""
-"""``layers``, then what ``tune`` asks of SGLang in the same process: it can answer since the engine
-that listed the layers has published its arguments."""
-
-
 @pytest.mark.engine
 @pytest.mark.full
 def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     model = make_checkpoint("qwen3_ragged", tmp_path / "model")
     (model / "model.safetensors").unlink()  # only shapes are needed
-    layers_ = [sys.executable, "-c", LAYERS_THEN_TILES, "layers", str(model), "--json"]
+    layers_ = [sys.executable, "-m", "sgl_fp8rl.tools.cli", "layers", str(model), "--json"]
     child = subprocess.run(layers_, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stderr
     layers = {layer["name"]: layer for layer in json.loads(child.stdout)["layers"]}

@@ -29,6 +29,7 @@ NOT_SGLANG = {
     "trainer_bridge/adapters/trl.py": r"(self\._)?trainer\..*|kept\[name\]\.append",
     "sgl_fp8rl/verl/": r"(object\.__setattr__\()?config\b.*|output\..*|fields\[.*",
     # torch's, and modules of transformers
+    "trainer_bridge/sources/adapters.py": r"plain\.config",
     "trainer_bridge/fp8/engine_norms.py": r"norm\.__class__",
     "trainer_bridge/kv/fp8_attention.py": r"ctx\.scale|setattr\(module, .*FAKE_QUANTIZED, kv\)",
     "trainer_bridge/fp8/fp8_layers.py": r"(ctx|module)\..*|super\(\)\.__setattr__\(name, value\)",
@@ -43,10 +44,7 @@ COMPUTED = {
     "delattr(layer, name)",  # all parameters of a layer, which are then made anew
 }
 """Writes in ``engine/`` whose name the code computes."""
-OF_OURS = {"bounds", "choices", "is_compiled", "kernels", "keep_bf16", "making_pools"} | {
-    "power_of_two_scales",
-    "tiles",
-}
+OF_OURS = {"is_compiled", "kernel", "keep_bf16", "making_pools", "power_of_two_scales"}
 """Read through SGLang's objects: of our methods, which its layers hold, and of our platform."""
 NAMESPACES = {"comm", "deterministic", "moe"}
 """SGLang groups its arguments by these as it starts; ATTRIBUTES has their fields, ServerArgs'."""

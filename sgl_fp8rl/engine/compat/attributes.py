@@ -23,7 +23,6 @@ METHODS = (
     f"{_WARMUP}.ENABLE_JIT_DEEPGEMM",
     f"{_WARMUP}._BUILTIN_M_LIST",
     f"{_WARMUP}._ENABLE_JIT_DEEPGEMM_PRECOMPILE",
-    f"{_WARMUP}._DO_COMPILE_ALL",
     f"{_WARMUP}._IN_PRECOMPILE_STAGE",
     f"{_WARMUP}._IS_FIRST_RANK_ON_NODE",
 )
@@ -47,7 +46,7 @@ ATTRIBUTES: dict[str, str] = {
         "admin_api_key api_key attention_backend chunked_prefill_size "
         "cuda_graph_config "
         "decode_attention_backend device "
-        "disable_cuda_graph disable_cuda_graph_padding enable_deterministic_inference "
+        "disable_cuda_graph enable_deterministic_inference "
         "enable_fused_moe_sum_all_reduce enable_hierarchical_cache enable_symm_mem "
         "grammar_backend kv_cache_dtype max_running_requests "
         "model_path prefill_attention_backend quantization revision rl_on_policy_target "

@@ -31,12 +31,6 @@ def is_fp8rl(server_args: Any) -> bool:
     return bool(server_args.quantization == NAME)
 
 
-def user_set_decode_sizes(server_args: Any) -> bool:
-    """Whether a flag, a keyword or ``cuda_graph_config`` named the batch sizes of decode graphs."""
-    # where SGLang notes what somebody has set
-    return ("decode", "bs") in vars(server_args).get("_cuda_graph_config_locked", ())
-
-
 def launch_command(server_args: Any) -> str:
     """The command of which SGLang 0.5.23 tells everyone who asks; empty where there is none."""
     return vars(server_args).get("_launch_command") or ""

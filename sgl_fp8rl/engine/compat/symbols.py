@@ -82,8 +82,6 @@ SYMBOLS = {
     ":w8a8_block_fp8_matmul_triton",
     "get_fp8_gemm_runner_backend": "sglang.srt.layers.quantization.fp8_utils"
     ":get_fp8_gemm_runner_backend",
-    "cuda_graph_fully_disabled": "sglang.srt.model_executor.cuda_graph_config"
-    ":cuda_graph_fully_disabled",
     "try_get_optimal_moe_config": "sglang.srt.layers.moe.moe_runner.triton_utils"
     ":try_get_optimal_moe_config",
     "moe_align_block_size": "sglang.srt.layers.moe.moe_runner.triton_utils:moe_align_block_size",

@@ -5,23 +5,25 @@ Large batches run on DeepGEMM (``grouped_experts``), all others on SGLang's own 
 SGLang quantizes before each of the two GEMMs, in a separate launch. Here the codes of the first
 come from the norm before the experts (``fusion``) and those of the second from the SiLU, so a layer
 launches two kernels fewer and never stores ``silu(gate) * up`` in BF16. Routing, both GEMMs and the
-sum over a token's experts are SGLang's; with its tiles the bytes are identical (for few tokens
+sum over a token's experts are SGLang's; the bytes are identical (for few tokens
 SGLang sums with a Triton kernel; here its CUDA kernel sums all batches).
 
 Shape suffixes: M tokens, T experts per token, H hidden, I channels of each half of gate_up; R =
 M * T rows, one for each token and expert.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.gemm.dispatch import quantized
-from sgl_fp8rl.engine.gemm.expert_tiles import BLOCK_SHAPE, ExpertShape, tiles
 from sgl_fp8rl.engine.gemm.grouped_experts import grouped_experts, is_grouped
+from sgl_fp8rl.engine.gemm.linear import quantized
 from sgl_fp8rl.ops.activation import Quantized, detach
+from sgl_fp8rl.ops.reference import BLOCK
+
+BLOCK_SHAPE = [BLOCK, BLOCK]
 
 
 def takes_codes(layer: Any) -> bool:
@@ -98,7 +100,7 @@ def _tiled_experts(
 
     w13, w2 = layer.w13_weight, layer.w2_weight
     M, T = topk_ids_MT.shape
-    up_tiles, down_tiles = tiles(layer.quant_method.tiles, ExpertShape.of(w2.shape, T), M)
+    up_tiles, down_tiles = tiles(w13.shape, w2.shape, T, M)
     routes = (
         topk_weights_MT,
         topk_ids_MT,
@@ -113,6 +115,31 @@ def _tiled_experts(
     expert_gemm(hidden, w2, layer.w2_weight_scale_inv, down_MTH, routes, 1, down_tiles)
     moe_sum_reduce(down_MTH, out_MH, factor)
     return out_MH
+
+
+def tiles(
+    w13_shape: Sequence[int], w2_shape: Sequence[int], T: int, M: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """SGLang's Triton tiles for the two GEMMs of M tokens; they share ``BLOCK_SIZE_M``."""
+    up, (down, _) = compat.try_get_optimal_moe_config(
+        tuple(w13_shape),
+        tuple(w2_shape),
+        T,
+        "fp8_w8a8",
+        M,
+        block_shape=BLOCK_SHAPE,
+        return_down_config=True,
+    )
+    return _in_one_block(up), _in_one_block(down or up)
+
+
+def _in_one_block(config: dict[str, Any]) -> dict[str, Any]:
+    """The same tiles, limited to the channels that share one scale.
+
+    SGLang's kernel applies the first of two scales to both halves of a larger tile, and a file of
+    0.5.17 and 0.5.23 has such tiles (512 experts of 256 channels on an H100).
+    """
+    return config if config["BLOCK_SIZE_K"] <= BLOCK else {**config, "BLOCK_SIZE_K": BLOCK}
 
 
 def expert_gemm(

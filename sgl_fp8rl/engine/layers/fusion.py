@@ -34,7 +34,7 @@ def fuse(model: nn.Module) -> int:
     """Make producers quantize for the FP8 layers that they feed.
 
     Changes nothing on CPUs, and where SGLang uses another forward than its CUDA kernels (for
-    deterministic or on-policy runs). Call it once, after the linears have their kernels
+    deterministic or on-policy runs). Call it once, after the linears have their kernel
     (``startup``) and before CUDA graphs are captured.
 
     Returns:
@@ -73,8 +73,8 @@ def _takes_codes(layer: Any) -> bool:
     method = getattr(layer, "quant_method", None)
     if isinstance(method, FP8RLMoEMethod):
         return experts.takes_codes(layer)
-    # A layer without kernels of its own runs SGLang's GEMM, which quantizes its input.
-    return isinstance(method, FP8RLLinearMethod) and method.choices is not None
+    # A layer without a kernel runs SGLang's own operator, which quantizes its input.
+    return isinstance(method, FP8RLLinearMethod) and method.kernel is not None
 
 
 def _fused_forward(

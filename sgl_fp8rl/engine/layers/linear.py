@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.gemm import dispatch
+from sgl_fp8rl.engine.gemm import linear as gemm
 from sgl_fp8rl.engine.layers.channel import FP8RLChannelLinearMethod, FP8RLInt8LinearMethod
 from sgl_fp8rl.engine.layers.layer_method import LayerMethod
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, CHANNEL_FP8, INT8, mark, marked_format
@@ -20,8 +20,8 @@ class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[mi
     """Codes in ``weight`` [N, K] e4m3, scales in ``weight_scale_inv`` [N/128, K/128] FP32."""
 
     format: WeightFormat = BLOCK_FP8
-    choices: dispatch.Choices | None = None
-    """Kernels by the rows of a batch; None where SGLang's own choice stands."""
+    kernel: gemm.Kernel | None = None
+    """What multiplies codes that are ready; None where SGLang's own operator runs."""
     padding: Padding | None = None
     """What of N and K is padding; inputs and results of the layer have none."""
 
@@ -79,13 +79,13 @@ class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[mi
         return y if bias is None else y.add_(bias)
 
     def _multiply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        choices, power_of_two = self.choices, self.format.power_of_two_scales
-        on_cpu = choices is None and layer.weight.device.type == "cpu"
-        if choices is None and power_of_two and not on_cpu:  # SGLang's would not round scales
-            choices = dispatch.Choices.untuned()
+        kernel, power_of_two = self.kernel, self.format.power_of_two_scales
+        on_cpu = kernel is None and layer.weight.device.type == "cpu"
+        if kernel is None and power_of_two and not on_cpu:  # SGLang's would not round scales
+            kernel = gemm.triton
         # a compiled model traces SGLang's own operators, and could not trace through ours
-        if choices is not None and not torch.compiler.is_compiling():
-            return dispatch.linear(choices, layer, x, bias, self.within, power_of_two=power_of_two)
+        if kernel is not None and not torch.compiler.is_compiling():
+            return gemm.linear(kernel, layer, x, bias, self.within, power_of_two=power_of_two)
         x = x if self.padding is None else self.padding.cols.pad(x)
         if on_cpu:
             scales = layer.weight_scale_inv

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.gemm.expert_tiles import Tiles
 from sgl_fp8rl.engine.gemm.experts import experts, fits, takes_codes
 from sgl_fp8rl.engine.layers.linear import check_activations, check_stock_kernels, keep_storage
 from sgl_fp8rl.formats import (
@@ -64,8 +63,6 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         self.prefix = prefix
         self.is_compiled = False
         """Whether ``grouped_experts`` has its kernels; SGLang's Triton kernel runs without."""
-        self.tiles: Tiles | None = None
-        """Those measured for this shape, for SGLang's Triton kernel; None: it takes its own."""
 
     def create_weights(
         self,

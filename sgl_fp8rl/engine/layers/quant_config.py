@@ -15,7 +15,6 @@ from server_args import matches
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.compat.log_filter import without_line
-from sgl_fp8rl.engine.gemm.experts import takes_codes
 from sgl_fp8rl.engine.layers import linear, moe
 from sgl_fp8rl.engine.layers.quant_name import overrides
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
@@ -40,8 +39,6 @@ class LayerFormat:
     """Why the layer is not quantized; None where it is."""
     shape: tuple[int, ...]
     """As stored on this rank: ``(N, K)``, or ``(experts, N, K)`` of the first expert matrix."""
-    top_k: int | None = None
-    """Experts of a token, where ``experts.takes_codes``; None for all other layers."""
     unpadded: tuple[int, ...] | None = None
     """``shape`` without padding; None where it has none."""
     padding_bytes: int = 0
@@ -166,7 +163,6 @@ def _quantized(
         format_.name,
         None,
         shape,
-        _top_k(module) if format_ in BLOCKS else None,
         None if padding is None else (*shape[:-2], *padding.unpadded),
         _padding_bytes(module),
     )
@@ -178,11 +174,6 @@ def _padding_bytes(module: nn.Module) -> int:
         p.nbytes - p.nbytes // math.prod(padding.shape) * math.prod(padding.unpadded)
         for p, padding in padded
     )
-
-
-def _top_k(module: Any) -> int | None:
-    config = getattr(module, "moe_runner_config", None)
-    return config.top_k if config is not None and takes_codes(module) else None
 
 
 def _kind_reason(name: str, module: nn.Module) -> str:

@@ -14,7 +14,8 @@ from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from torch import nn
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.gemm import dispatch, experts
+from sgl_fp8rl.engine.gemm import experts
+from sgl_fp8rl.engine.gemm import linear as gemm
 from sgl_fp8rl.engine.layers import fusion
 from sgl_fp8rl.engine.layers.linear import FP8RLLinearMethod, FP8RLUE8M0LinearMethod
 from sgl_fp8rl.formats.padding import Padding, Side
@@ -45,7 +46,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(rows(n, k, seed=n, spread=0) / 16, requires_grad=False)
         self.quant_method: Any = object.__new__(FP8RLLinearMethod) if fp8 else object()
         if fp8:
-            self.quant_method.choices = dispatch.Choices((), ())
+            self.quant_method.kernel = gemm.deep_gemm
         self.x: Tensor | None = None
         self.found: Quantized | None = None
 
@@ -185,7 +186,7 @@ def test_only_what_feeds_fp8_linears() -> None:
     assert fusion.fuse(model(Layer(fp8=False))) == 0
     layer = Layer()
     layer.self_attn.qkv_proj.quant_method = object()
-    layer.mlp.down_proj.quant_method.choices = None  # it runs SGLang's own product
+    layer.mlp.down_proj.quant_method.kernel = None  # it runs SGLang's own product
     assert fusion.fuse(model(layer)) == 1
     run(model(layer))
     assert layer.self_attn.qkv_proj.found is None and layer.mlp.down_proj.found is None
@@ -203,7 +204,7 @@ def test_experts_find_the_codes_of_their_norm(monkeypatch: pytest.MonkeyPatch) -
     assert fusion.fuse(model(layer)) == 1  # and now it does
     x = rows(4, HIDDEN).view(4, HIDDEN)  # a linear's result is a view
     y, _ = layer.post_attention_layernorm(x, rows(4, HIDDEN, seed=1))
-    found = dispatch.quantized(y.view(-1, HIDDEN), y, by_row=True)  # SGLang's blocks make another
+    found = gemm.quantized(y.view(-1, HIDDEN), y, by_row=True)  # SGLang's blocks make another
     assert found is attached(y) is not None and found.is_by_row
     assert torch.equal(found.codes_MK.float(), quantize_tokens(y).codes_MK.float())
 
@@ -331,9 +332,9 @@ def test_the_linear_takes_what_is_attached(monkeypatch: pytest.MonkeyPatch) -> N
     fusion.fuse(model(layer))
     x = layer.input_layernorm(rows(4, HIDDEN))
     monkeypatch.setattr(activation_triton, "quantize_tokens", not_called)
-    assert dispatch.quantized(x, x.view(-1, HIDDEN)) is attached(x)
+    assert gemm.quantized(x, x.view(-1, HIDDEN)) is attached(x)
     with pytest.raises(AssertionError, match="quantized again"):
-        dispatch.quantized(x.clone(), x.view(-1, HIDDEN))
+        gemm.quantized(x.clone(), x.view(-1, HIDDEN))
 
 
 # ---- codes of what a tensor was are not used

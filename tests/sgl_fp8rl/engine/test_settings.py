@@ -21,7 +21,7 @@ from sgl_fp8rl.engine import compat, plugin
 from sgl_fp8rl.engine.attention import backends
 from sgl_fp8rl.engine.attention.backends import TRTLLM_MHA
 from sgl_fp8rl.engine.compat.settings import resolved
-from sgl_fp8rl.engine.startup import activate, arguments, graph_sizes
+from sgl_fp8rl.engine.startup import activate, arguments
 from sgl_fp8rl.options import current_options
 from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, DENSE, EXPERTS, HOPPER, QUANTIZED, Start
 
@@ -270,12 +270,9 @@ class Nothing:
         return None
 
 
-def test_settings_that_are_none_throughout_pass_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_are_none_throughout_pass_no_check() -> None:
     with pytest.raises(AttributeError, match="NoneType"):
         backends.check_resolved(Nothing())
-    monkeypatch.setattr(graph_sizes, "resolved", lambda _: Nothing())
-    with pytest.raises(AttributeError, match="NoneType"):
-        graph_sizes.leave_out_slow_sizes(Nothing(), {}, {})
     with pytest.raises(TypeError, match="NoneType"):
         arguments.check_server_args(Nothing(), current_options())
 

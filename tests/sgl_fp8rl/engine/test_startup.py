@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
-import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization import fp8_utils
 from torch import nn
@@ -15,27 +14,17 @@ from torch import nn
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.control.attached import attach
-from sgl_fp8rl.engine.gemm import candidates
-from sgl_fp8rl.engine.gemm.candidates import STOCK, Candidate
-from sgl_fp8rl.engine.gemm.dispatch import Choices
-from sgl_fp8rl.engine.gemm.table import Entry, Table
-from sgl_fp8rl.engine.gemm.tune_cache import Machine
+from sgl_fp8rl.engine.gemm import linear as gemm
 from sgl_fp8rl.engine.layers.linear import FP8RLLinearMethod
 from sgl_fp8rl.engine.startup import linear_kernels as startup
-from sgl_fp8rl.engine.tuning import quick_tune, warmup
-from sgl_fp8rl.ops.reference import quantize_weight
-from tests.sgl_fp8rl.gemm import fakes
+from sgl_fp8rl.engine.startup import warmup
 from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Capability, Start
 
-MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0"})
-BIG, SMALL = (512, 256), (256, 128)
 STOCK_SIZES = [*range(1, 16385)]
-FAST = [Entry(64, "flashinfer_sm90", {}, 9.0, 12.0)]
-SPLIT = [Entry(64, "deep_gemm_split_n", {"splits": 2}, 8.0, 12.0)]
 
 
 class Rank:
-    """One rank of an engine, with two layers of one shape and one of another.
+    """One rank of an engine with three layers.
 
     Its arguments are SGLang's, as it resolves and publishes them.
     """
@@ -44,8 +33,6 @@ class Rank:
         self,
         start: Start,
         patch: pytest.MonkeyPatch,
-        rank: int = 0,
-        world_size: int = 1,
         on: Capability = HOPPER,
         **fields: Any,
     ) -> None:
@@ -55,64 +42,44 @@ class Rank:
         initialize = fp8_utils.initialize_fp8_gemm_config
         takes_record = inspect.signature(initialize).parameters
         initialize(self.server_args) if takes_record else initialize()
-        self.found: list[Any] = []
-        self.broadcast: list[Any] = []
-        self.group = SimpleNamespace(
-            rank_in_group=rank, world_size=world_size, ranks=[0, 1], cpu_group="gloo"
-        )
-        self.layers = [self._layer(*shape) for shape in (BIG, SMALL, BIG)]
+        self.layers = [self._layer(*shape) for shape in ((512, 256), (256, 128), (512, 256))]
         self.runner = SimpleNamespace(
             server_args=self.server_args,
             gpu_id=0,
             model=nn.Module(),
             model_config=ModelConfig.from_server_args(self.server_args),
         )
-        weights: Any = SimpleNamespace(options=Fp8RLServerArgs(tune_cache="the user's folder"))
+        weights: Any = SimpleNamespace(options=Fp8RLServerArgs())
         attach(self.runner.model, weights)
         self.sizes: list[int] | None = None
-        patch.setattr(warmup, "warm_up", lambda _shapes, _runner: self.sizes)
-        for name, value in {"_BUILTIN_M_LIST": STOCK_SIZES, "_DO_COMPILE_ALL": True}.items():
-            patch.setattr(compat.deep_gemm_warmup, name, value)
+        self.shapes: list[tuple[int, int]] = []
+        patch.setattr(warmup, "warm_up", self._warm_up)
+        patch.setattr(compat.deep_gemm_warmup, "_BUILTIN_M_LIST", STOCK_SIZES)
         patch.setattr(startup, "gemm_layers", lambda _model: iter(self.layers))
-        patch.setattr(compat, "get_tp_group", lambda: self.group, raising=False)
-        patch.setattr(torch.distributed, "broadcast_object_list", self._broadcast)
-        patch.setattr(quick_tune, "find", self._find)
-        self.compiled: list[Any] = []
-        patch.setattr(startup, "compile_choices", self.compiled.append)
 
     def _layer(self, n: int, k: int) -> nn.Module:
         layer = nn.Linear(k, n, bias=False, device="meta")
         layer.quant_method = object.__new__(FP8RLLinearMethod)  # type: ignore[assignment]
         return layer
 
-    def _find(self, shapes: Any, machine: Machine, folder: str, may_measure: bool) -> Table:
-        assert not compat.deep_gemm_warmup._DO_COMPILE_ALL
-        self.found.append((shapes, machine.gpu, machine.sms, folder, may_measure))
-        return {BIG: SPLIT}
+    def _warm_up(self, shapes: list[tuple[int, int]], _runner: Any) -> list[int] | None:
+        self.shapes = shapes
+        return self.sizes
 
-    def _broadcast(self, objects: list[Any], src: int, group: str) -> None:
-        assert (src, group) == (0, "gloo")
-        self.broadcast.append(list(objects))
-        if self.group.rank_in_group:
-            objects[:] = [{BIG: SPLIT}]
-
-    def start(self) -> list[tuple[int, ...] | None]:
-        """The bounds of each layer's choices."""
+    def start(self) -> list[gemm.Kernel | None]:
+        """The kernel of each layer."""
         calls: list[Any] = []
         startup.prepare(calls.append, self.runner)
         assert calls == [self.runner]
         methods: list[Any] = [layer.quant_method for layer in self.layers]
-        return [m.choices and m.choices.bounds for m in methods]
+        return [method.kernel for method in methods]
 
 
-def test_each_layer_gets_the_choices_of_its_shape(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_layer_multiplies_codes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(start, monkeypatch)
-    assert rank.start() == [(64,), (), (64,)]
-    assert rank.found == [([SMALL, BIG], "NVIDIA H200", 132, "the user's folder", True)]
-    assert rank.broadcast == []
-    assert rank.compiled == [rank.layers[2], rank.layers[1]]  # one of each shape
+    assert rank.start() == [gemm.deep_gemm] * 3
+    assert rank.shapes == [(256, 128), (512, 256)]
+    assert rank.runner.model.fp8rl_kernels == "DeepGEMM"
 
 
 @pytest.mark.parametrize("sizes", [[16, 32, 64], None])
@@ -123,71 +90,6 @@ def test_sglangs_pass_runs_our_sizes_where_there_are_any(
     rank.sizes = sizes
     rank.start()
     assert (sizes or STOCK_SIZES) == compat.deep_gemm_warmup._BUILTIN_M_LIST
-
-
-def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each every 64 rows; the stock choice is left to SGLang's own warm-up."""
-    ran: list[Any] = []
-
-    def bind(name: str) -> Any:
-        def kernel(codes: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-            ran.append((name, codes.shape[0]))
-            return fakes.exact(codes, *rest)
-
-        return lambda _config: kernel
-
-    for name in (STOCK, "triton", "deep_gemm_split_n"):
-        fake = Candidate(name, lambda *_: None, bind(name))
-        monkeypatch.setitem(candidates.CANDIDATES, name, fake)
-    bounds = {8: "triton", 64: STOCK, 192: "deep_gemm_split_n", 300: "triton"}
-    choices = Choices.of([Entry(m, name, {}, 1.0, 2.0) for m, name in bounds.items()])
-    weight, scales = quantize_weight(torch.ones(*BIG))
-    startup.compile_choices(
-        SimpleNamespace(
-            weight=weight, weight_scale_inv=scales, quant_method=SimpleNamespace(choices=choices)
-        )
-    )
-    parts, triton = (
-        [("deep_gemm_split_n", m) for m in (128, 192)],
-        [("triton", m) for m in (256, 300)],
-    )
-    assert ran == [("triton", 8), *parts, *triton]
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_ranks_take_the_table_of_the_first(
-    start: Start, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    rank = Rank(start, monkeypatch, number, world_size=2)
-    assert rank.start() == [(64,), (), (64,)]
-    assert len(rank.found) == 1 - number
-    assert rank.broadcast == [[{BIG: SPLIT}] if number == 0 else [None]]
-
-
-def test_batches_that_are_faster_padded_have_no_graph(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = Rank(start, monkeypatch, cuda_graph_max_bs_decode=512)
-    slow_at_256 = [Entry(m, STOCK, {}, us, us) for m, us in ((256, 9.0), (512, 8.0))]
-    monkeypatch.setattr(
-        quick_tune, "find", lambda *_, **__: dict.fromkeys((BIG, SMALL), slow_at_256)
-    )
-    before = compat.get_exec().graph.cuda_graph_config.decode.bs
-    rank.start()
-    assert compat.get_exec().graph.cuda_graph_config.decode.bs == [
-        size for size in before if size <= 128 or size > 256
-    ]
-
-
-def test_engines_without_cuda_graphs_do_not_measure(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backends = dict.fromkeys(
-        ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"), "disabled"
-    )
-    rank = Rank(start, monkeypatch, **backends)
-    rank.start()
-    assert rank.found[0][-1] is False
 
 
 @pytest.mark.parametrize(
@@ -214,7 +116,6 @@ def test_sglangs_own_kernels_stay(
 ) -> None:
     rank = Rank(start, monkeypatch, on=on, **fields)
     assert rank.start() == [None] * 3
-    assert rank.found == []
     assert word in rank.runner.model.fp8rl_kernels
 
 

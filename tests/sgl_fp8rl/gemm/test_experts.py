@@ -13,7 +13,6 @@ import torch
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.gemm import experts, grouped_experts
-from sgl_fp8rl.engine.gemm.expert_tiles import Pair, Tiles
 from sgl_fp8rl.engine.layers import fusion
 from sgl_fp8rl.engine.layers.moe import FP8RLMoEMethod, experts_reference
 from sgl_fp8rl.formats import BLOCK_FP8_UE8M0, BLOCKS
@@ -214,25 +213,6 @@ def test_the_second_product_may_have_tiles_of_its_own(kernels: dict[str, Any]) -
     experts.experts(Experts(), rows(5, H), *routes(5))
     assert kernels["configs"] == [(TILES, False), ({**TILES, "BLOCK_SIZE_N": 64}, True)]
     assert down["USE_TMA"]  # SGLang's own dictionary is as it was
-
-
-@pytest.mark.parametrize(("M", "nearest"), [(5, 16), (40, 16), (41, 64)])
-def test_measured_tiles_go_before_sglangs(M: int, nearest: int, kernels: dict[str, Any]) -> None:
-    layer = Experts(inplace=False)
-    want = experts_reference(layer, rows(M, H, spread=1), *routes(M))
-    layer.quant_method.tiles = Tiles.of([Pair(m, *pair(m)) for m in (16, 64)])
-    got = experts.experts(layer, rows(M, H, spread=1), *routes(M))
-    assert error(got, want) <= MAX_ERROR
-    assert "lookup" not in kernels and kernels["align"] == (nearest, E)
-    up, down = pair(nearest)
-    assert down.pop("USE_TMA")
-    assert kernels["configs"] == [(up, False), (down, True)]
-
-
-def pair(m: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Tiles of ``m`` rows."""
-    up = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
-    return up, {**up, "BLOCK_SIZE_N": 128, "USE_TMA": True}
 
 
 # ---- what runs here, and what is SGLang's

@@ -16,7 +16,7 @@ from sglang.srt.layers.quantization import fp8
 from torch import nn
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.tuning import compile_pool, warmup
+from sgl_fp8rl.engine.startup import compile_pool, warmup
 from tests.sgl_fp8rl.conftest import Publish
 
 STOCK_SIZES = list(range(1, 16385))

@@ -28,7 +28,6 @@ INTERPRETED = {
     "test_fp8_forward": (8, 65),
     "test_sample_triton": (70, 1),
     "test_expert_rows": (12, 0),
-    "test_expert_tiles": (13, 1),
     "test_delta": (25, 10),
     "test_delta_scatter": (20, 1),
 }

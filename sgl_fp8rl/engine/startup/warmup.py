@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.tuning.compile_pool import process_limit, run_shares
+from sgl_fp8rl.engine.startup.compile_pool import process_limit, run_shares
 from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,0 @@
-"""Measure kernels and tiles, and compile them before they serve."""
