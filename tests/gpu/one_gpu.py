@@ -12,19 +12,25 @@ import runpy
 os.environ["NCCL_HOSTID"] = str(os.getpid())
 
 
+def allow(record: type) -> None:
+    """Have SGLang's records name the first GPU for each rank, once they are checked."""
+    check = record.check_server_args  # type: ignore[attr-defined]
+
+    def checked(arguments: object) -> None:
+        check(arguments)
+        # refused as a flag and frozen by now; a dataclass, or a Struct of msgspec
+        super(record, arguments).__setattr__("gpu_id_step", 0)  # type: ignore[misc]
+
+    record.check_server_args = checked  # type: ignore[attr-defined]
+
+
 def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # before this import, as SGLang does: they add flags
     from sglang.srt.server_args import ServerArgs
 
-    check = ServerArgs.check_server_args
-
-    def checked(arguments: ServerArgs) -> None:
-        check(arguments)
-        object.__setattr__(arguments, "gpu_id_step", 0)  # refused as a flag, frozen by now
-
-    ServerArgs.check_server_args = checked  # type: ignore[method-assign]
+    allow(ServerArgs)
     runpy.run_module("sglang.launch_server", run_name="__main__")
 
 

@@ -23,6 +23,7 @@ from sgl_fp8rl.engine.attention.backends import TRTLLM_MHA
 from sgl_fp8rl.engine.compat.settings import resolved
 from sgl_fp8rl.engine.startup import activate, arguments
 from sgl_fp8rl.options import current_options
+from tests.gpu import one_gpu
 from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, DENSE, EXPERTS, HOPPER, QUANTIZED, Start
 
 Device = tuple[int, int] | None
@@ -330,3 +331,19 @@ def test_one_module_reads_sglangs_arguments() -> None:
 )
 def test_a_planted_read_is_found(code: str) -> None:
     assert len(reads_of_records(ast.parse(code))) == 1
+
+
+# -- the GPU tests' own server
+
+
+def test_ranks_can_share_one_gpu(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/gpu/one_gpu.py`` reaches what each process of the engine reads."""
+    monkeypatch.setattr(
+        compat.ServerArgs, "check_server_args", compat.ServerArgs.check_server_args
+    )  # put back at the end
+    one_gpu.allow(compat.ServerArgs)
+    start.on(HOPPER)
+    record = start.made(tp_size=2)
+    resolved(record)
+    record.check_server_args()
+    assert resolved(start.published(record)).gpu_id_step == 0
