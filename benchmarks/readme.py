@@ -21,8 +21,8 @@ from benchmarks.tables import (
 from benchmarks.tables import engines as engine_tables
 from benchmarks.tables import kernels as kernel_tables
 
-TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"
-PLAN = ROOT / "sgl_fp8rl" / "plan"
+TABLES = ROOT / "sgl_fp8rl" / "engine" / "gemm" / "tables"
+PLAN = ROOT / "sgl_fp8rl" / "tools" / "plan"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 """A block may stand on any of them, once."""
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
