@@ -18,8 +18,6 @@ BENCHMARKS = {
     "rollout_two_gpus": "benchmarks.rollout:ON_TWO_GPUS",
     "long_tail": "benchmarks.long_tail:BENCHMARK",
     "multi_turn": "benchmarks.multi_turn:BENCHMARK",
-    "decode_profile": "benchmarks.decode_profile:DENSE",
-    "decode_profile_moe": "benchmarks.decode_profile:MOE",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
     "kv_decode": "benchmarks.kv.decode:BENCHMARK",
     "formats": "benchmarks.formats:BENCHMARK",

@@ -19,9 +19,7 @@ from benchmarks.tables import (
     sharded,
 )
 from benchmarks.tables import engines as engine_tables
-from benchmarks.tables import kernels as kernel_tables
 
-TABLES = ROOT / "sgl_fp8rl" / "engine" / "gemm" / "tables"
 PLAN = ROOT / "sgl_fp8rl" / "tools" / "plan"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 """A block may stand on any of them, once."""
@@ -39,10 +37,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "sharded_others": ("sharded_others.json", sharded.sharded),
     "sharded_each": ("sharded_each.json", sharded.sharded),
     "sharded_predicted": ("sharded.json", sharded.predicted),
-    "start": ("start.json", engine_tables.start),
     "kv_prefill": ("kv_prefill.json", kv.prefill),
     "kv_decode": ("kv_decode.json", kv.decode),
-    "kv_biased": ("kv_decode.json", kv.biased),
     "headline_decode_moe": ("rollout_moe_restarts.json", headline.decode),
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_turns": ("multi_turn.json", headline.turns),
@@ -56,14 +52,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "plan_errors": (PLAN / "nvidia-h200.json", plan.errors),
     "rollout_moe": ("rollout_moe.json", engine_tables.rollout),
     "rollout_two_gpus": ("rollout_two_gpus.json", beside_stock.both),
-    "rollout_deterministic": ("rollout_deterministic.json", engine_tables.rollout),
-    "multi_turn": ("multi_turn.json", engine_tables.multi_turn),
-    "long_tail": ("long_tail.json", engine_tables.long_tail),
-    "decode_profile": ("decode_profile.json", engine_tables.decode_profile),
-    "decode_profile_moe": ("decode_profile_moe.json", engine_tables.decode_profile),
-    "kernels": ("kernels.json", kernel_tables.kernels),
-    "gemms": (TABLES / "nvidia-h200.json", kernel_tables.gemms),
-    "gemms_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.gemms),
+    "multi_turn": ("multi_turn.json", engine_tables.whole_rollouts),
+    "long_tail": ("long_tail.json", engine_tables.whole_rollouts),
 }
 """What each block is made from, a file of ``RESULTS`` unless its whole path is given, and how."""
 
