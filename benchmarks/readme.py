@@ -14,7 +14,6 @@ from benchmarks.tables import (
     fp8_forward,
     headline,
     kv,
-    pictures,
     plan,
     sharded,
 )
@@ -36,7 +35,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "sharded_four": ("sharded_four.json", sharded.sharded),
     "sharded_others": ("sharded_others.json", sharded.sharded),
     "sharded_each": ("sharded_each.json", sharded.sharded),
-    "sharded_predicted": ("sharded.json", sharded.predicted),
     "kv_prefill": ("kv_prefill.json", kv.prefill),
     "kv_decode": ("kv_decode.json", kv.decode),
     "headline_decode_moe": ("rollout_moe_restarts.json", headline.decode),
@@ -73,9 +71,6 @@ def read(path: Path) -> Any:
 def main() -> None:
     for page in PAGES:
         page.write_text(BLOCK.sub(filled, page.read_text()))
-    measured = RESULTS / "rollout_decode.json"
-    if measured.exists():
-        pictures.draw(read(measured), pictures.PICTURE)
 
 
 if __name__ == "__main__":

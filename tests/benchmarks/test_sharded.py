@@ -1,6 +1,5 @@
 """The benchmark of sharded trainers without GPUs: two ranks over gloo, an engine of a few lines."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,22 +11,12 @@ from torch._C._distributed_c10d import _get_work_registry_size
 
 from benchmarks import measuring, sharded, update
 from benchmarks.engines import models, weights
-from benchmarks.run import RESULTS
 from benchmarks.sharded_stock import gathered_buckets, parameters
-from benchmarks.tables.sharded import (
-    MEMORY_BYTES_MS,
-    kernels_ms,
-    sharded_kernels_ms,
-    trainer_gpus,
-)
-from sgl_fp8rl.tools.plan import shape
 from tests.trainer_bridge import ranks
 
 SHAPE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=511)
 RANKS, UPDATES = 2, 2
 COLLECTIVE_TIMEOUT_S = 30.0
-WITHIN = 0.07
-"""Of the measured time of the kernels; it is 2.1% to 5.3% off."""
 
 
 class LoadingEngine:
@@ -188,17 +177,3 @@ def test_the_name_of_a_case_says_what_travels() -> None:
     assert sharded.values_of(found, each, [[0.0]] * 2)["update_quantize_ms"] == [2.0]
     with pytest.raises(RuntimeError, match="codes travelled"):
         sharded.values_of(found, sharded.Case("fp8rl", "tiny"), [[0.0]] * 2)
-
-
-def test_the_kernels_take_what_the_formula_predicts() -> None:
-    """Of the recorded run; the control leaves out what crosses NVLink."""
-    results = json.loads((RESULTS / "sharded.json").read_text())
-    measured, gpus = kernels_ms(results), trainer_gpus(results)
-    assert len(measured) == 3
-    control = []
-    for name, found in measured.items():
-        of = shape.of(models.config(models.SHAPES[name]))
-        assert sharded_kernels_ms(of, gpus) == pytest.approx(found, rel=WITHIN)
-        local = of.weight_bytes(fp8=False) + of.weight_bytes(fp8=True)
-        control.append(local / gpus / MEMORY_BYTES_MS / found)
-    assert min(control) < 1 - WITHIN
