@@ -33,12 +33,11 @@ Measurement = dict[str, Any]
 
 @dataclass(frozen=True)
 class Option:
-    """A number, word or path on the command line that is passed to the measuring function."""
+    """A number on the command line that is passed to the measuring function."""
 
     name: str
     help: str
-    default: Any = None
-    type: Callable[[str], Any] = int
+    default: int | None = None
     tries_out: bool = False
     """Whether figures under it are not those of the whole model, and need another ``--output``."""
 

@@ -27,7 +27,7 @@ from sgl_fp8rl.engine.tuning.bench_inputs import (
     cuda_graph_us,
     random_activations,
 )
-from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, BLOCKS, CHOICES
+from sgl_fp8rl.formats import BLOCK_FP8, CHOICES
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, fit_experts
 from sgl_fp8rl.ops.activation import Channels
 from sgl_fp8rl.ops.channel import channel_linear
@@ -35,8 +35,7 @@ from sgl_fp8rl.ops.reference import fp8_linear
 from sgl_fp8rl.ops.regions import view, whole
 
 TOKENS = (16, 64, 256, 4096)
-ARMS = ("bf16", *CHOICES)
-BLOCK_ARMS = tuple(format_.name for format_ in BLOCKS)
+ARMS = ("bf16", "block-fp8", "channel-fp8", "int8")
 BF16 = torch.bfloat16
 Call = Callable[[torch.Tensor], torch.Tensor]
 """A linear layer: BF16 ``[M, K]`` to BF16 ``[M, N]``."""
@@ -154,13 +153,10 @@ def _bound(arm: str, layer: Linear, weight_NK: torch.Tensor) -> Call:
     if arm == "bf16":
         weight = weight_NK.clone()
         return lambda x: x @ weight.T
-    format_ = CHOICES[arm]
-    if format_ in BLOCKS:
-        padding, _ = fit(format_, layer.rows, layer.cols)
-        parts = format_.encode(_placed(weight_NK, padding)).values()
-        return _block_linear(padding, *parts, power_of_two=format_.power_of_two_scales)
-    codes, scales = format_.encode(weight_NK).values()
-    return _channel_linear(codes, scales)
+    if arm == BLOCK_FP8.name:
+        padding, _ = fit(BLOCK_FP8, layer.rows, layer.cols)
+        return _block_linear(padding, *BLOCK_FP8.encode(_placed(weight_NK, padding)).values())
+    return _channel_linear(*CHOICES[arm].encode(weight_NK).values())
 
 
 def _placed(weight: torch.Tensor, padding: Padding | None) -> torch.Tensor:
@@ -173,9 +169,7 @@ def _placed(weight: torch.Tensor, padding: Padding | None) -> torch.Tensor:
     return stored
 
 
-def _block_linear(
-    padding: Padding | None, codes: torch.Tensor, scales: torch.Tensor, *, power_of_two: bool
-) -> Call:
+def _block_linear(padding: Padding | None, codes: torch.Tensor, scales: torch.Tensor) -> Call:
     within = None
     if padding is not None and padding.cols.is_padded:
         within = Channels(padding.cols.spans[0][0], padding.cols.size)
@@ -185,12 +179,12 @@ def _block_linear(
             from sgl_fp8rl.engine import compat
             from sgl_fp8rl.ops.activation_triton import quantize_tokens
 
-            tokens = quantize_tokens(x, within=within, power_of_two=power_of_two)
+            tokens = quantize_tokens(x, within=within)
             y = x.new_empty((len(x), len(codes)))
             compat.deep_gemm_nt((tokens.codes_MK, tokens.scales_Mk), (codes, scales), y)
         else:
             x = x if padding is None else padding.cols.pad(x)
-            y = fp8_linear(x, codes, scales, power_of_two=power_of_two)
+            y = fp8_linear(x, codes, scales)
         return y if padding is None else padding.rows.cut(y)
 
     return run
@@ -229,7 +223,7 @@ def experts(layer: Experts, device: str, tokens: tuple[int, ...] = TOKENS) -> It
         rows_of_token = T if name == "gate_up" else 1
         weight_ENK = torch.randn(shape, generator=random, device=device, dtype=BF16)
         for arm in ARMS:
-            stored = _placed(weight_ENK, padding if arm in BLOCK_ARMS else None)
+            stored = _placed(weight_ENK, padding if arm == BLOCK_FP8.name else None)
             held = {"": stored} if arm == "bf16" else CHOICES[arm].encode(stored)
             for M in tokens:
                 ids_MT = torch.rand((M, E), generator=random, device=device).topk(T).indices.int()
@@ -259,15 +253,13 @@ def _expert_gemm(
     rows_of_token: int,
     padding: Padding | None,
 ) -> Call:
-    """One GEMM of the experts by SGLang's Triton kernel, which quantizes its input, but not to
-    scales that are powers of two."""
+    """One GEMM of the experts by SGLang's Triton kernel, which quantizes its input."""
     import triton.language as tl
 
     from sgl_fp8rl.engine import compat
-    from sgl_fp8rl.ops.activation_triton import quantize_tokens
 
     weight, *scales = held.values()
-    is_block, is_int8 = arm in BLOCK_ARMS, arm == "int8"
+    is_block, is_int8 = arm == BLOCK_FP8.name, arm == "int8"
     is_fp8 = is_block or arm == "channel-fp8"
     E, T, H = layer.experts, layer.top_k, layer.hidden
     I = layer.intermediate.size  # noqa: E741
@@ -299,15 +291,12 @@ def _expert_gemm(
     def run(x: torch.Tensor) -> torch.Tensor:
         if is_block and is_down and padding is not None:
             x = padding.cols.pad(x)
-        tokens: tuple[torch.Tensor, torch.Tensor | None] = x, None
-        if arm == BLOCK_FP8_UE8M0.name:
-            tokens = quantize_tokens(x, by_row=True, power_of_two=True)
         compat.invoke_fused_moe_kernel(
-            tokens[0],
+            x,
             weight,
             None,
             out_RN,
-            tokens[1],
+            None,
             scales[0] if scales else None,
             None,
             *routes,

@@ -16,9 +16,6 @@ def give_stock(folder: Path) -> None:
 
     SGLang loads the weights of the second GEMM through a TMA descriptor where its tile says so;
     those of the first too in 0.5.23, but not in 0.5.17, whose kernel refuses the word.
-
-    Raises:
-        RuntimeError: none are shipped for this GPU.
     """
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 

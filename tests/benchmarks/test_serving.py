@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import measuring, rollout
-from benchmarks.engines import models, serving, shared_weights, stock_push, traffic, weights
+from benchmarks.engines import models, serving, stock_push, traffic, weights
 from sgl_fp8rl.ops.reference import FP8_DTYPE, dequantize_weight, quantize_weight
 
 TINY = models.Shape(hidden=256, intermediate=384, layers=3, heads=2, kv_heads=1, vocab=512)
@@ -57,8 +57,8 @@ def test_a_step_reads_the_experts_that_its_tokens_use() -> None:
 
 @pytest.mark.parametrize("shape", [TINY, TINY_MOE], ids=["dense", "moe"])
 def test_stock_and_ours_get_the_same_weights(shape: models.Shape) -> None:
-    bf16 = dict(shared_weights.shared(shape, "cpu"))
-    fp8 = dict(shared_weights.shared(shape, "cpu", "fp8"))
+    bf16 = dict(weights.shared(shape, "cpu"))
+    fp8 = dict(weights.shared(shape, "cpu", "fp8"))
     assert list(bf16) == [name for name, _ in weights.hf_named(weights.bf16_module(shape, "meta"))]
     assert set(fp8) - set(bf16) == {name for name in fp8 if name.endswith("_scale_inv")}
     for name, weight in bf16.items():
@@ -71,7 +71,7 @@ def test_stock_and_ours_get_the_same_weights(shape: models.Shape) -> None:
         assert (dequantize_weight(codes, scales) - weight).abs().max() < 0.1
     # a layer more takes no memory
     pointers = {t.untyped_storage().data_ptr() for t in bf16.values()}
-    more = shared_weights.shared(replace(shape, layers=9), "cpu")
+    more = weights.shared(replace(shape, layers=9), "cpu")
     assert len({t.untyped_storage().data_ptr() for _, t in more}) == len(pointers)
 
 
@@ -97,7 +97,7 @@ class Stock:
 
 def test_a_push_that_does_not_arrive_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock_push, "send", lambda engine, *given: engine.load(*given))
-    named = shared_weights.shared(TINY, "cpu", "fp8")
+    named = weights.shared(TINY, "cpu", "fp8")
     assert {t.dtype for _, t in named} == {FP8_DTYPE, torch.float32, torch.bfloat16}
     healthy = Stock()
     stock_push.push(healthy, named)
@@ -130,7 +130,7 @@ def test_sglang_s_own_dummy_codes_are_nearly_all_zero() -> None:
     initialize_dummy_weights(module)
     zeros = (module.weight.float() == 0).float().mean()
     assert zeros > 0.95  # 0.976: what is beyond half of 2**-9, of +-1e-3
-    pushed = dict(shared_weights.shared(TINY, "cpu", "fp8"))["model.layers.0.mlp.up_proj.weight"]
+    pushed = dict(weights.shared(TINY, "cpu", "fp8"))["model.layers.0.mlp.up_proj.weight"]
     assert (pushed.float() == 0).float().mean() < 0.01  # 0.000
 
 

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import measuring, rollout
 from benchmarks.benchmark import Measurement, Run
-from benchmarks.engines import models, serving, shared_weights, stock_push, weights
+from benchmarks.engines import models, serving, stock_push, weights
 from benchmarks.engines.keywords import is_stock
 
 TINY = models.Shape(hidden=256, intermediate=384, layers=2, heads=2, kv_heads=1, vocab=4096)
@@ -47,7 +47,7 @@ class FakeEngine:
     def load(self, named: weights.Named, last: bool, update: str, ranks: int) -> None:
         """Stands for SGLang's own update."""
         form = self.keywords.get("quantization")
-        wanted = {name for name, _ in shared_weights.shared(TINY, "cpu", form or "bf16")}
+        wanted = {name for name, _ in weights.shared(TINY, "cpu", form or "bf16")}
         assert not self.ours and {name for name, _ in named} < wanted
         self.pushed.append(update)
 
@@ -166,7 +166,7 @@ def test_a_short_answer_and_missing_scales_are_seen(
 
 def test_shared_weights_are_a_whole_model_in_the_memory_of_one_layer() -> None:
     shape = replace(TINY, layers=5)
-    named = shared_weights.shared(shape, "cpu")
+    named = weights.shared(shape, "cpu")
     wanted = {p.name: p.shape for p in models.parameters(shape)}
     assert {name: tuple(tensor.shape) for name, tensor in named} == wanted
     assert len({tensor.data_ptr() for _, tensor in named}) == 11 + 3
