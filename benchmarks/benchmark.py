@@ -18,8 +18,6 @@ BENCHMARKS = {
     "rollout_two_gpus": "benchmarks.rollout:ON_TWO_GPUS",
     "long_tail": "benchmarks.long_tail:BENCHMARK",
     "multi_turn": "benchmarks.multi_turn:BENCHMARK",
-    "decode_profile": "benchmarks.decode_profile:DENSE",
-    "decode_profile_moe": "benchmarks.decode_profile:MOE",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
     "kv_decode": "benchmarks.kv.decode:BENCHMARK",
     "formats": "benchmarks.formats:BENCHMARK",
@@ -35,12 +33,11 @@ Measurement = dict[str, Any]
 
 @dataclass(frozen=True)
 class Option:
-    """A number, word or path on the command line that is passed to the measuring function."""
+    """A number on the command line that is passed to the measuring function."""
 
     name: str
     help: str
-    default: Any = None
-    type: Callable[[str], Any] = int
+    default: int | None = None
     tries_out: bool = False
     """Whether figures under it are not those of the whole model, and need another ``--output``."""
 

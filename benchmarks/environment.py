@@ -15,11 +15,7 @@ PACKAGES = {"sglang": "sglang", "torch": "torch", "flashinfer": "flashinfer-pyth
 
 
 def environment(command: str) -> dict[str, Any]:
-    """Device, driver, CPU, versions, date, commit and a mark of the host.
-
-    Args:
-        command: how the benchmark was started.
-    """
+    """Device, driver, CPU, versions, date, commit, command and a mark of the host."""
     return {
         **(gpus() or {"device": _cpu(), "count": 1}),
         "cpu": _cpu(),

@@ -7,22 +7,22 @@ each product has been compared with the reference implementation on every shape.
 SGLang is not imported.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from benchmarks import measuring
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import models
 from benchmarks.engines.models import MODELS, Shape
 from sgl_fp8rl.ops import block_linear
 from sgl_fp8rl.ops.reference import fp8_linear
 from trainer_bridge.fp8.fp8_forward import convert_layers
+from trainer_bridge.fp8.fp8_weights import FP8Parameter
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.parameters import named_tensors
 
@@ -73,14 +73,13 @@ def measure(spec: Spec, run: Run) -> list[Measurement]:
     given, repeats = run.options["layers"], run.options["repeats"]
     shape = (MODELS if device.type == "cuda" else TINY)[spec.model]
     shape = replace(shape, layers=given or spec.layers or shape.layers)
-    if device.type == "cuda" and spec.vocab:
-        shape = replace(shape, vocab=spec.vocab)
+    if device.type == "cuda":
+        shape = replace(shape, vocab=spec.vocab or shape.vocab)
     model = trainer_of(shape, device)
     name = f"{spec.model}, {shape.layers} layers, random weights"
     if not spec.trains and shape == MODELS.get(spec.model):
         name = f"{spec.model}, random weights"
     measurements: list[Measurement] = []
-    wanted: dict[str, torch.Tensor] = {}
     for arm in ("bf16", *(f"fp8_forward, {product}" for product in products(device))):
         product = arm.partition(", ")[2]
         with computed_by(product):
@@ -90,24 +89,12 @@ def measure(spec: Spec, run: Run) -> list[Measurement]:
                     check(shape, tokens(*batch, shape.vocab, device).numel(), device)
                 convert(model, shape)
                 # as an update makes the codes of all weights anew
-                times = milliseconds(lambda: named_tensors(model), repeats, device)
-                quantize = {"quantize_ms": times}
+                quantize = {"quantize_ms": milliseconds(lambda: named_tensors(model), repeats)}
             for sequences, length in spec.batches:
                 ids = tokens(sequences, length, shape.vocab, device)
-                case = f"{sequences}x{length}"
-                if not run.wants(case):
-                    continue
-                values = (
-                    step(model, ids, repeats) if spec.trains else logprob_pass(model, ids, repeats)
-                )
-                with torch.no_grad():
-                    found = logprobs(model.eval(), ids[:1])
-                wanted.setdefault(case, found)
-                difference = (found - wanted[case]).abs().mean().item()
-                values |= {"logprob_abs_diff_mean": [difference]} if product else {}
-                measurements.append(
-                    {"arm": arm, "model": name, "case": case, "values": values | quantize}
-                )
+                measured = (step if spec.trains else logprob_pass)(model, ids, repeats)
+                place = {"arm": arm, "model": name, "case": f"{sequences}x{length}"}
+                measurements.append(place | {"values": measured | quantize})
                 print(measurements[-1], flush=True)
     return measurements
 
@@ -152,11 +139,7 @@ def computed_by(product: str) -> Iterator[None]:
 
 
 def check(shape: Shape, tokens: int, device: torch.device) -> None:
-    """Compare the product with the reference, which also compiles it for so many tokens.
-
-    Raises:
-        RuntimeError: they differ by more than rounding.
-    """
+    """Compare the product with the reference, which also compiles it for so many tokens."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = {p.shape for p in models.parameters(shape) if p.fp8}
     for size in sorted(shapes):
@@ -165,7 +148,8 @@ def check(shape: Shape, tokens: int, device: torch.device) -> None:
         rows = tokens * (shape.experts_per_token if experts else 1)
         x = torch.randn(rows, K, generator=generator, device=device, dtype=BF16)
         weight = torch.randn(E, N, K, generator=generator, device=device, dtype=BF16)
-        codes, scales = _quantized(weight)
+        found_codes = FP8Parameter("weight", BF16).codes(weight)
+        codes, scales = found_codes.codes_NK, found_codes.scale_inv_nk
         counts = [rows // E + (expert < rows % E) for expert in range(E)]
         if experts:
             found = block_linear.linear_by_expert(x, counts, codes, scales)
@@ -177,13 +161,6 @@ def check(shape: Shape, tokens: int, device: torch.device) -> None:
         print(f"{size} of {rows} rows: error {error:.4f}", flush=True)
         if not error < ERROR:
             raise RuntimeError(f"the product of {size} with {rows} rows is off by {error:.3g}")
-
-
-def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from trainer_bridge.fp8.fp8_weights import FP8Parameter
-
-    codes = FP8Parameter("weight", BF16).codes(weight)
-    return codes.codes_NK, codes.scale_inv_nk
 
 
 def tokens(sequences: int, length: int, vocab: int, device: torch.device) -> torch.Tensor:
@@ -217,21 +194,18 @@ def logprob_pass(model: Any, ids: torch.Tensor, repeats: int) -> dict[str, list[
 
     run()  # compiles
     with peak(ids.device) as values:
-        times = milliseconds(run, repeats, ids.device)
-    return {"pass_ms": times, "pass_tokens_s": [1e3 * ids.numel() / median(times)], **values}
+        values["pass_ms"] = milliseconds(run, repeats)
+    return values
 
 
 def step(model: Any, ids: torch.Tensor, repeats: int) -> dict[str, list[float]]:
-    """Time and memory of a step, with its forward beside, and under activation checkpointing."""
+    """Time and memory of a step, and of one under activation checkpointing."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
     found: dict[str, list[float]] = {}
 
-    def forward() -> torch.Tensor:
-        return -logprobs(model, ids).mean()
-
     def run() -> None:
-        forward().backward()
+        (-logprobs(model, ids).mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -242,42 +216,27 @@ def step(model: Any, ids: torch.Tensor, repeats: int) -> dict[str, list[float]]:
         enable()
         run()
         with peak(ids.device) as values:
-            found[f"{name}_ms"] = milliseconds(run, repeats, ids.device)
+            found[f"{name}_ms"] = milliseconds(run, repeats)
         found |= {f"{name}_{metric}": value for metric, value in values.items()}
     model.gradient_checkpointing_disable()
-    found["forward_ms"] = milliseconds(forward, repeats, ids.device)
     return found
 
 
-def milliseconds(action: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-    """Wall time of each call, from an idle device to an idle device."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+def milliseconds(action: Callable[[], object], repeats: int) -> list[float]:
+    """Wall time of each call but the first, which compiles."""
     action()
-    times = []
-    for _ in range(repeats):
-        wait()
-        started = time.perf_counter()
-        action()
-        wait()
-        times.append(1e3 * (time.perf_counter() - started))
-    return times
+    return [measuring.timed(action)[0] for _ in range(repeats)]
 
 
 @contextmanager
 def peak(device: torch.device) -> Iterator[dict[str, list[float]]]:
-    """What torch has allocated at the start of the context, and at most inside of it."""
+    """The most that torch has allocated inside of the context, where there is a GPU."""
     values: dict[str, list[float]] = {}
-    if device.type == "cpu":
-        yield values
-        return
-    torch.cuda.reset_peak_memory_stats(device)
-    values["held_gib"] = [torch.cuda.memory_allocated(device) / GIB]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     yield values
-    values["peak_gib"] = [torch.cuda.max_memory_allocated(device) / GIB]
+    if device.type == "cuda":
+        values["peak_gib"] = [torch.cuda.max_memory_allocated(device) / GIB]
 
 
 BENCHMARK = Benchmark(

@@ -87,11 +87,7 @@ def measure(spec: Spec, run: Run) -> list[Measurement]:
 def steps(
     model: Any, fp8: Any, engine: Any, prompts: list[list[int]], count: int
 ) -> dict[str, list[float]]:
-    """Train, update and compare codes; what is left of the mismatch at the end.
-
-    Raises:
-        EngineError: the engine holds other codes than the trainer after some step.
-    """
+    """Train, update and compare codes; what is left of the mismatch at the end."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     ids = torch.tensor(prompts, device=next(model.parameters()).device)
     before = engine_codes(engine)

@@ -20,7 +20,7 @@ MEDIAN, SIGMA, CAP = 1000, 0.8, 5000
 """Of the output lengths, which are lognormal."""
 DEMAND = 1.8
 """KV that all requests of a rollout would hold at once, over what the BF16 engine may hold."""
-USAGE = re.compile(r"Decode batch.*?#running-req: (\d+),.*? token usage: ([\d.]+)")
+USAGE = re.compile(r"Decode batch.*?#running-req: (\d+),")
 INTERVAL = 40
 """Decode steps from one line of the scheduler's log to the next, SGLang's default."""
 BEGINS = "the rollout begins"
@@ -28,7 +28,7 @@ BEGINS = "the rollout begins"
 
 
 def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
-    """Time, retractions and KV use of one rollout."""
+    """Time and retractions of one rollout."""
     arm.assert_served()
     shape = models.written(models.MODELS[arm.model], run.folder, run.options["layers"])
     requests = run.options["requests"]
@@ -60,7 +60,6 @@ def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
         "rollout_s": [seconds],
         "rollout_tokens_s": [sum(lengths) / seconds],
         "retractions": [sum(retractions)],
-        "retracted_requests": [float(sum(count > 0 for count in retractions))],
         "kv_tokens": [held],
         "copy_tb_s": [copy_tb_s],
         "kv_demand": [peak_tokens(lengths) / (share * reference_tokens)],
@@ -92,18 +91,11 @@ def pool_share(lengths: Sequence[int], capacity: float) -> float:
 
 
 def usage(log: str) -> dict[str, list[float]]:
-    """Requests that ran and the part of the KV cache in use, at each line of the scheduler.
-
-    Raises:
-        ValueError: the log has no such line.
-    """
+    """Requests that ran, in the mean of the scheduler's lines."""
     lines = USAGE.findall(log.partition(BEGINS)[2])
     if not lines:
         raise ValueError("the scheduler's log has no line of a decode; look at SGLang's log level")
-    return {
-        "running_requests": [fmean(float(running) for running, _ in lines)],
-        "kv_used": [float(used) for _, used in lines],
-    }
+    return {"running_requests": [fmean(map(float, lines))]}
 
 
 BENCHMARK = Benchmark(

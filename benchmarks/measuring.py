@@ -80,12 +80,18 @@ def timed(action: Callable[[], T], meet: Callable[[], object] = lambda: None) ->
         meet: waits for other processes, before the clock starts.
     """
     gc.collect()
-    torch.cuda.synchronize()
+    settle()
     meet()
     start = time.perf_counter()
     result = action()
-    torch.cuda.synchronize()
+    settle()
     return 1e3 * (time.perf_counter() - start), result
+
+
+def settle() -> None:
+    """Wait until the GPU, where there is one, has done what is queued."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def free_bytes(device: int | None = None) -> int:
@@ -94,11 +100,7 @@ def free_bytes(device: int | None = None) -> int:
 
 
 def idle_bytes() -> int:
-    """Memory that is free on a device that no other process holds memory of.
-
-    Raises:
-        RuntimeError: one does, or one that ends has not given it back yet.
-    """
+    """Memory that is free on a device that no other process holds memory of."""
     free, total = torch.cuda.mem_get_info()
     if total - free > MINE:
         raise RuntimeError(

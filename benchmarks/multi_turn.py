@@ -57,11 +57,7 @@ def conversations(seed: int, count: int, vocab: int) -> list[serving.Prompts]:
 
 
 async def rollout_of(engine: Any, work: Sequence[serving.Prompts]) -> list[dict[str, Any]]:
-    """``meta_info`` of every turn of every conversation; a conversation waits for no other one.
-
-    Raises:
-        RuntimeError: an answer is short.
-    """
+    """``meta_info`` of every turn of every conversation; a conversation waits for no other one."""
     found = await asyncio.gather(*(_conversation(engine, given) for given in work))
     return [meta for metas in found for meta in metas]
 

@@ -44,11 +44,8 @@ def run(
 ) -> Outcome:
     """Run ``command`` until it ends or ``limit_s`` have passed, and end what it left behind.
 
-    Its log is a file, not a pipe: a scheduler that outlives its parent keeps a pipe open.
-
-    Args:
-        output: where the process writes its JSON.
-        log: where its standard output and error go.
+    It writes its JSON to ``output``. Its log is a file, not a pipe: a scheduler that outlives its
+    parent keeps a pipe open.
     """
     deadline = time.monotonic() + limit_s
     with log.open("wb") as out:
@@ -82,12 +79,7 @@ def finish(
 
 
 def engine_environment(stock: bool, changes: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process with an engine.
-
-    Args:
-        stock: whether SGLang is to load no plugin.
-        changes: variables to set.
-    """
+    """Of a process with an engine; a stock one loads no plugin."""
     # what is timed was run before, so kernels need not be compiled ahead
     environ = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", **os.environ}
     if stock:

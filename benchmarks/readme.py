@@ -14,14 +14,13 @@ from benchmarks.tables import (
     fp8_forward,
     headline,
     kv,
-    pictures,
     plan,
     sharded,
 )
 from benchmarks.tables import engines as engine_tables
 from benchmarks.tables import kernels as kernel_tables
 
-PLAN = ROOT / "sgl_fp8rl" / "plan"
+PLAN = ROOT / "sgl_fp8rl" / "tools" / "plan"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 """A block may stand on any of them, once."""
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -37,11 +36,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "sharded_four": ("sharded_four.json", sharded.sharded),
     "sharded_others": ("sharded_others.json", sharded.sharded),
     "sharded_each": ("sharded_each.json", sharded.sharded),
-    "sharded_predicted": ("sharded.json", sharded.predicted),
-    "start": ("start.json", engine_tables.start),
     "kv_prefill": ("kv_prefill.json", kv.prefill),
     "kv_decode": ("kv_decode.json", kv.decode),
-    "kv_biased": ("kv_decode.json", kv.biased),
     "headline_decode_moe": ("rollout_moe_restarts.json", headline.decode),
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_turns": ("multi_turn.json", headline.turns),
@@ -55,11 +51,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "plan_errors": (PLAN / "nvidia-h200.json", plan.errors),
     "rollout_moe": ("rollout_moe.json", engine_tables.rollout),
     "rollout_two_gpus": ("rollout_two_gpus.json", beside_stock.both),
-    "rollout_deterministic": ("rollout_deterministic.json", engine_tables.rollout),
-    "multi_turn": ("multi_turn.json", engine_tables.multi_turn),
-    "long_tail": ("long_tail.json", engine_tables.long_tail),
-    "decode_profile": ("decode_profile.json", engine_tables.decode_profile),
-    "decode_profile_moe": ("decode_profile_moe.json", engine_tables.decode_profile),
+    "multi_turn": ("multi_turn.json", engine_tables.whole_rollouts),
+    "long_tail": ("long_tail.json", engine_tables.whole_rollouts),
     "kernels": ("kernels.json", kernel_tables.kernels),
 }
 """What each block is made from, a file of ``RESULTS`` unless its whole path is given, and how."""
@@ -80,9 +73,6 @@ def read(path: Path) -> Any:
 def main() -> None:
     for page in PAGES:
         page.write_text(BLOCK.sub(filled, page.read_text()))
-    measured = RESULTS / "rollout_decode.json"
-    if measured.exists():
-        pictures.draw(read(measured), pictures.PICTURE)
 
 
 if __name__ == "__main__":

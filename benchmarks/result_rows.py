@@ -70,9 +70,6 @@ def merged(benchmark: str, paths: Sequence[Path]) -> Results:
 
     Where several have a row, since an arm was started on several GPUs, it becomes one: the median
     of their medians, the least and the most of all values, and how many there were.
-
-    Raises:
-        ValueError: they are of different machines, boots, commits or commands.
     """
     contents = [json.loads(path.read_text()) for path in paths]
     facts = contents[0]["environment"]

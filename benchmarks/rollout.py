@@ -20,11 +20,8 @@ from benchmarks.engines.keywords import (
     NCCL_ALONE,
     NO_MULTICAST,
     OURS,
-    OURS_BF16,
     OURS_INT8,
     OURS_KV8,
-    PREFILL_GRAPHS,
-    STOCK_DEFAULTS,
     STOCK_TRTLLM,
     STOCK_XQA,
     is_stock,
@@ -50,11 +47,7 @@ class Arm:
     """The oldest SGLang that is known to serve it on Hopper, if not all."""
 
     def assert_served(self) -> None:
-        """Check that the installed SGLang serves it.
-
-        Raises:
-            RuntimeError: it is too old.
-        """
+        """Check that the installed SGLang serves it."""
         installed = version("sglang")
         if self.since and tuple(map(int, installed.split(".")[:3])) < self.since:
             needed = ".".join(map(str, self.since))
@@ -87,9 +80,6 @@ ARMS = (
     Arm("fp8rl-kv8", OURS_KV8),
     Arm("fp8rl-kv8-int8", OURS_INT8),
     # what one piece gives, everything else being equal
-    Arm("stock-bf16-defaults", STOCK_DEFAULTS, by_default=False),
-    Arm("stock-block-fp8-kv8-xqa-graphs", {**STOCK_FP8_XQA, **PREFILL_GRAPHS}, by_default=False),
-    Arm("fp8rl-kv8-graphs", {**OURS_KV8, **PREFILL_GRAPHS}, by_default=False),
     Arm(
         "stock-block-fp8-kv8-xqa-flashinfer",
         {**STOCK_FP8_XQA, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
@@ -107,7 +97,6 @@ ARMS = (
         {**STOCK_FP8_XQA, "enable_torch_compile": True, "torch_compile_max_bs": 256},
         by_default=False,
     ),
-    Arm("fp8rl-bf16", OURS_BF16, by_default=False),
     Arm("fp8rl-deterministic", {**OURS, "enable_deterministic_inference": True}, by_default=False),
 )
 # the kernels that stock SGLang has for experts in block FP8; where none is named it takes Triton's
@@ -163,11 +152,7 @@ def find(name: str) -> Arm:
 
 
 def measure(arm: Arm, run: Run) -> list[Measurement]:
-    """KV capacity, and prefill and decode of each load.
-
-    Raises:
-        RuntimeError: SGLang is too old, or the engine did not do what it should.
-    """
+    """KV capacity, and prefill and decode of each load."""
     arm.assert_served()
     shape = models.written(models.SHAPES[arm.model], run.folder, run.options["layers"])
     loads = LOADS[arm.model]
@@ -178,11 +163,7 @@ def measure(arm: Arm, run: Run) -> list[Measurement]:
 
 
 def wanted_loads(model: str, run: Run) -> list[Load]:
-    """The loads of a model that ``--cases`` names.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The loads of a model that ``--cases`` names."""
     wanted = [load for load in LOADS[model] if run.wants(load.name)]
     if not wanted:
         names = ", ".join(load.name for load in LOADS[model])

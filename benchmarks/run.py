@@ -33,9 +33,7 @@ def arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for option in benchmark.options:
-        parser.add_argument(
-            _flag(option), type=option.type, default=option.default, help=option.help
-        )
+        parser.add_argument(_flag(option), type=int, default=option.default, help=option.help)
     parser.add_argument(
         "--only", nargs="+", metavar="PATTERN", help="jobs by a segment of the name or by a pattern"
     )
@@ -108,11 +106,7 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> None:
     facts = json.loads(json.dumps(stamped))  # as a file gives it back, with lists for tuples
     results = result_rows.earlier(options.output, name, facts)
     passed: dict[str, Any] = {"cases": options.cases}
-    values = {option.name: getattr(options, option.name) for option in benchmark.options}
-    passed["options"] = {
-        key: str(value.resolve()) if isinstance(value, Path) else value
-        for key, value in values.items()
-    }
+    passed["options"] = {option.name: getattr(options, option.name) for option in benchmark.options}
     measurements: dict[str, list[Measurement]] = defaultdict(list)
     for job in selected(benchmark, options.only) * options.restarts:
         started = time.perf_counter()

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks import update
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
-from benchmarks.engines import models, weights
+from benchmarks.engines import models, stock_push, weights
 from benchmarks.engines.keywords import NCCL_ALONE, NO_MULTICAST
 from benchmarks.engines.server import Server
 from benchmarks.engines.stock_broadcast import BroadcastGroup
-from benchmarks.sharded_stock import by_broadcast, meet, over_ipc, parameters, stock_update
+from benchmarks.sharded_stock import meet, over_ipc, parameters, stock_update
 
 DEVICE, BACKEND, GPU_BACKEND = "cuda", "cpu:gloo,cuda:nccl", "nccl"
 GIB = 1 << 30
@@ -66,11 +66,7 @@ class Case:
         return bool(self.buckets)
 
     def engines(self, gpus: int, shape: models.Shape) -> list[dict[str, Any]]:
-        """Keywords of each ``sglang.Engine``.
-
-        Args:
-            gpus: of the trainer.
-        """
+        """Keywords of each ``sglang.Engine``, given the GPUs of the trainer."""
         common = ENGINE | ({} if self.stock else {"quantization": "fp8rl"})
         if self.place == EACH:
             each = common | {"mem_fraction_static": WHOLE_ON_EACH}
@@ -82,12 +78,7 @@ class Case:
 
 
 def measure(case: Case, run: Run) -> list[Measurement]:
-    """Start the engines and the other ranks, and update again and again.
-
-    Raises:
-        RuntimeError: shards were not read in place, or an engine does not serve the last weights.
-        ValueError: there are too few GPUs.
-    """
+    """Start the engines and the other ranks, and update again and again."""
     shape = models.written(models.SHAPES[case.model], run.folder, run.options["layers"])
     gpus = run.options["gpus"]
     if (needed := gpus * (2 if case.place == OTHERS else 1)) > torch.cuda.device_count():
@@ -135,11 +126,8 @@ def train(
     updates: int,
     engines: list[Any] | None = None,
 ) -> list[Measurement]:
-    """One rank of the trainer: case and values of each way to update.
-
-    Args:
-        engines: on the first rank.
-    """
+    """One rank of the trainer, the first of which has the engines: case and values of each way to
+    update."""
     torch.cuda.set_device(rank)
     dist.init_process_group(BACKEND, init_method=store, rank=rank, world_size=ranks)
     module = sharded(shape, case.dtype, ranks)
@@ -172,7 +160,9 @@ def steps(
     group = None
     if case.place == OTHERS and engine is not None:
         group = BroadcastGroup(engine, ranks, GPU_BACKEND)
-    send = by_broadcast(group) if case.place == OTHERS else over_ipc(engine)
+    send = over_ipc(engine)
+    if case.place == OTHERS:  # by the first rank, which alone has a group
+        send = group.send if group is not None else lambda *_: None
     for bucket in case.buckets:
         yield f"buckets of {bucket / GIB:g} GiB", stock_update(engine, module, send, bucket)
     if group is not None:
@@ -203,12 +193,8 @@ def on_all(ask: Any, engines: list[Any] | None) -> Any:
 
 
 def logprobs(engines: list[Any]) -> tuple[list[float], list[int] | None]:
-    """Of engines that all serve the same.
-
-    Raises:
-        RuntimeError: they do not.
-    """
-    first, *others = map(update.logprobs, engines)
+    """Of engines that all serve the same."""
+    first, *others = map(stock_push.probe, engines)
     if any(each != first for each in others):
         raise RuntimeError("the engines do not serve the same weights")
     return first
@@ -221,9 +207,6 @@ def values_of(
 
     Args:
         extra: extra memory of each rank's GPU in each of the updates that were watched.
-
-    Raises:
-        RuntimeError: ours gathered something, or what travelled is not what the case's name says.
     """
     values = {"update_wall_ms": measured.times_ms, "trainer_gpus": [float(len(extra))]}
     if case.place != OTHERS:  # where the engine's GPUs are not looked at

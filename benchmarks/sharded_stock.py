@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks import update
 from benchmarks.engines import stock_push, weights
-from benchmarks.engines.stock_broadcast import BroadcastGroup
 
 
 def parameters(module: nn.Module) -> list[tuple[str, DTensor]]:
@@ -30,11 +29,7 @@ Send = Callable[[weights.Named, bool, str], None]
 
 
 def over_ipc(engine: Any) -> Send:
-    """Each rank's bucket to the engine's rank on its GPU.
-
-    Args:
-        engine: on the first rank.
-    """
+    """Each rank's bucket to the rank on its GPU of an engine, which the first rank has."""
 
     def send(bucket: weights.Named, last: bool, what: str) -> None:
         payloads: list[Any] | None = None if engine is None else [None] * dist.get_world_size()
@@ -45,26 +40,8 @@ def over_ipc(engine: Any) -> Send:
     return send
 
 
-def by_broadcast(group: BroadcastGroup | None) -> Send:
-    """The first rank's bucket to all of an engine on other GPUs.
-
-    Args:
-        group: on the first rank.
-    """
-
-    def send(bucket: weights.Named, last: bool, what: str) -> None:
-        if group is not None:
-            group.send(bucket, last, what)
-
-    return send
-
-
 def stock_update(engine: Any, module: nn.Module, send: Send, bucket_bytes: int) -> update.Update:
-    """Gather a bucket at a time, and send it.
-
-    Args:
-        engine: on the first rank.
-    """
+    """Gather a bucket at a time, and send it to an engine, which the first rank has."""
 
     def step(version: int) -> None:
         with stock_push.session(engine):

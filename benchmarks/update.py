@@ -23,8 +23,6 @@ MIB = 1 << 20
 WARM_UP = 3  # the second finds the weights where they were, and the third plans to map them
 WATCHED = 3
 """Updates after the timed ones, during which free memory is looked at; that may slow them."""
-PROMPT = list(range(1000, 1064))
-NEW_TOKENS = 4
 NEARLY_ALL = 0.99  # of the payload, so that the kernels hardly wait for the trainer's copies
 COMMON: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -90,7 +88,6 @@ ALL_IN_ONE = 1 << 40
 CASES = (
     Case("stock-bf16", "one bucket", _DUMMY, bucket_bytes=ALL_IN_ONE),
     Case("stock-bf16", "buckets of 2 GiB", _DUMMY, bucket_bytes=2048 * MIB),
-    Case("stock-bf16", "buckets of 512 MiB", _DUMMY, bucket_bytes=512 * MIB),
     _stock_fp8("one bucket", ALL_IN_ONE),
     _stock_fp8("buckets of 2 GiB", 2048 * MIB),
     _fp8rl("from BF16, mapped", "bf16", mapped=True),
@@ -102,11 +99,7 @@ CASES = (
 
 
 def measure(case: Case, run: Run) -> list[Measurement]:
-    """Start the engine, and update it again and again.
-
-    Raises:
-        RuntimeError: the case did not do what its name says.
-    """
+    """Start the engine, and update it again and again."""
     import sglang
 
     copy_tb_s = measuring.copy_tb_s()
@@ -123,7 +116,10 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     else:
         update = streamed_update(engine, given) if case.streamed else our_update(engine, given)
     measured = timed_updates(
-        update, lambda: weights.renew(tensors), lambda: logprobs(engine), run.options["updates"]
+        update,
+        lambda: weights.renew(tensors),
+        lambda: stock_push.probe(engine),
+        run.options["updates"],
     )
     engine.shutdown()
     values = values_of(measured, case, list(models.parameters(shape)), copy_tb_s)
@@ -181,19 +177,6 @@ def streamed_update(engine: Any, named: weights.Named) -> Update:
     return update
 
 
-def logprobs(engine: Any) -> tuple[list[float], list[int] | None]:
-    """Logprobs of the prompt's tokens, and policy versions of new ones if the engine has them."""
-    replies = engine.generate(
-        input_ids=[PROMPT],
-        sampling_params={"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True},
-        return_logprob=True,
-        logprob_start_len=0,
-    )
-    meta = replies[0]["meta_info"]
-    values = [entry[0] for entry in meta["input_token_logprobs"][1:]]
-    return values, meta.get("policy_version")
-
-
 @dataclass(frozen=True)
 class Measured:
     """Timed updates."""
@@ -217,9 +200,6 @@ def timed_updates(
 
     Args:
         meet: waits for the other ranks of the trainer, before the clock starts.
-
-    Raises:
-        RuntimeError: the engine does not generate with the last weights.
     """
     torch.cuda.empty_cache()
     free = measuring.free_bytes()
@@ -240,7 +220,7 @@ def timed_updates(
     extra = []
     for _ in range(WATCHED):
         renew()
-        torch.cuda.synchronize()
+        measuring.settle()
         meet()
         with measuring.LeastFree() as least:
             update(next(versions))
@@ -259,12 +239,7 @@ def timed_updates(
 def values_of(
     measured: Measured, case: Case, parameters: list[models.Parameter], copy_tb_s: float
 ) -> dict[str, list[float]]:
-    """The values of each metric.
-
-    Raises:
-        RuntimeError: an update did not carry the whole model, or weights were mapped where the
-            case says a bucket, or the other way round.
-    """
+    """The values of each metric."""
     ours = [] if case.stock else measured.results
     mapped = [result.mapped_bytes for result in ours] or [0]
     if (case.mapped and not all(mapped)) or (case.mapped is False and any(mapped)):
@@ -275,10 +250,8 @@ def values_of(
     if any(result.bytes != payload for result in ours):
         raise RuntimeError(f"an update carried {ours[0].bytes} bytes, the model has {payload}")
     moved = traffic.update_traffic(parameters, case.source, case.target, bucket)
-    bf16 = traffic.payload_bytes(parameters, "bf16")  # of every case
     values = {
         "update_wall_ms": measured.times_ms,
-        "update_gb_s": [bf16 / ms / 1e6 for ms in measured.times_ms],
         "update_floor_ms": [traffic.floor_ms(moved, copy_tb_s)],
         "copy_tb_s": [copy_tb_s],
     }
@@ -286,9 +259,7 @@ def values_of(
     if gpu_ms:
         values["update_gpu_ms"] = gpu_ms
     if gpu_ms and case.source == "bf16" and min(mapped) / payload > NEARLY_ALL:
-        rates = [moved / ms / 1e9 for ms in gpu_ms]
-        values["quantize_tb_s"] = rates
-        values["quantize_copy_fraction"] = [rate / copy_tb_s for rate in rates]
+        values["quantize_copy_fraction"] = [moved / ms / 1e9 / copy_tb_s for ms in gpu_ms]
     return values | stages(ours) | {"peak_extra_gib": measured.extra_gib}
 
 

@@ -26,13 +26,6 @@ NCCL_ALONE: Keywords = {
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 """Of the environment."""
 
-# what ENGINE sets, as SGLang itself does
-STOCK_DEFAULTS: Keywords = {"chunked_prefill_size": 8192, "cuda_graph_backend_prefill": None}
-# SGLang's own choice of prefill graphs, and up to 4096 tokens, a batch of the prompts of 32x512
-PREFILL_GRAPHS: Keywords = {
-    "cuda_graph_backend_prefill": None,
-    "cuda_graph_max_bs_prefill": 4096,
-}
 KV8: Keywords = {"kv_cache_dtype": "fp8_e4m3"}
 # FA3 prefills and XQA decodes one cache: the fastest that stock SGLang can be told to do on Hopper
 STOCK_XQA: Keywords = {
@@ -60,9 +53,6 @@ OURS: Keywords = {"quantization": "fp8rl", "fp8rl_bucket_bytes": 256 << 20}
 # no attention backend is named: the plugin chooses what serves an FP8 KV cache
 OURS_KV8: Keywords = {**OURS, **KV8}
 OURS_INT8: Keywords = {**OURS, "fp8rl_kv_cache": "int8"}
-ALL_LAYERS = ("re:.*",)
-# our kernels without FP8
-OURS_BF16: Keywords = {**OURS, "fp8rl_ignored_layers": ALL_LAYERS}
 
 
 def is_stock(keywords: Keywords) -> bool:
@@ -78,5 +68,4 @@ def kv_format(keywords: Keywords) -> str:
 
 def weight_format(keywords: Keywords) -> str:
     """How the engine holds its linears: "fp8" or "bf16"."""
-    ignored = keywords.get("fp8rl_ignored_layers") == ALL_LAYERS
-    return "fp8" if keywords.get("quantization") and not ignored else "bf16"
+    return "fp8" if keywords.get("quantization") else "bf16"

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3 decoder, dense where ``experts`` is 0; or a Qwen2 one, with biases and no QK-norm."""
+    """A Qwen3 decoder, dense where ``experts`` is 0."""
 
     hidden: int
     intermediate: int  # of the dense MLP, or of one expert
@@ -21,12 +21,11 @@ class Shape:
     experts_per_token: int = 0
     head_dim: int = 128
     vocab: int = 151936
-    is_qwen2: bool = False
 
     @property
     def model_type(self) -> str:
         """``config.model_type``."""
-        return "qwen2" if self.is_qwen2 else "qwen3_moe" if self.experts else "qwen3"
+        return "qwen3_moe" if self.experts else "qwen3"
 
     def experts_read(self, tokens: int) -> float:
         """Part of a layer's experts that so many tokens use, if each takes its experts evenly."""
@@ -85,12 +84,8 @@ def _attention(shape: Shape, layer: str) -> Iterator[Parameter]:
     yield Parameter(f"{layer}self_attn.k_proj.weight", (keys, shape.hidden), fp8=True)
     yield Parameter(f"{layer}self_attn.v_proj.weight", (keys, shape.hidden), fp8=True)
     yield Parameter(f"{layer}self_attn.o_proj.weight", (shape.hidden, queries), fp8=True)
-    if shape.is_qwen2:
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            yield Parameter(f"{layer}self_attn.{name}_proj.bias", (rows,))
-    else:
-        yield Parameter(f"{layer}self_attn.q_norm.weight", (shape.head_dim,))
-        yield Parameter(f"{layer}self_attn.k_norm.weight", (shape.head_dim,))
+    yield Parameter(f"{layer}self_attn.q_norm.weight", (shape.head_dim,))
+    yield Parameter(f"{layer}self_attn.k_norm.weight", (shape.head_dim,))
     yield Parameter(f"{layer}post_attention_layernorm.weight", (shape.hidden,))
 
 
@@ -120,13 +115,8 @@ def save_config(shape: Shape, folder: Path) -> None:
 
 def config(shape: Shape) -> dict[str, Any]:
     """``config.json`` of the checkpoint, for SGLang."""
-    architecture = {
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-    }[shape.model_type]
     common = {
-        "architectures": [architecture],
+        "architectures": ["Qwen3MoeForCausalLM" if shape.experts else "Qwen3ForCausalLM"],
         "model_type": shape.model_type,
         "torch_dtype": "bfloat16",
         "vocab_size": shape.vocab,

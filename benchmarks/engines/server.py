@@ -16,13 +16,8 @@ REPLY_S = 120.0
 
 
 class Server:
-    """A server of this host.
-
-    Args:
-        folder: of the model's ``config.json``.
-        port: where it listens; the next one is NCCL's.
-        log: what it prints is appended to.
-    """
+    """A server of this host, of the ``config.json`` in ``folder``; the port behind its own is
+    NCCL's."""
 
     def __init__(self, folder: Path, keywords: Keywords, port: int, log: Path) -> None:
         self.address = f"http://{HOST}:{port}"
@@ -32,12 +27,16 @@ class Server:
             self._process = subprocess.Popen(command, stdout=output, stderr=output)
 
     def await_start(self) -> None:
-        """Wait until it answers.
-
-        Raises:
-            RuntimeError: it has ended, or takes too long.
-        """
-        await_start(self._process, self.address)
+        """Wait until it answers."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.address}/health", timeout=5) as reply:
+                    if reply.status == 200:
+                        return
+            except OSError:
+                time.sleep(1)
+        raise RuntimeError("the engine did not start; see the log")
 
     def generate(self, **payload: Any) -> list[dict[str, Any]]:
         """As ``sglang.Engine.generate``, of a batch."""
@@ -64,20 +63,3 @@ def flags(keywords: Keywords) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         words += [flag] if value is True else [flag, str(value)]
     return words
-
-
-def await_start(process: "subprocess.Popen[bytes]", address: str) -> None:
-    """Wait until a server answers.
-
-    Raises:
-        RuntimeError: it has ended, or takes too long.
-    """
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
-                if reply.status == 200:
-                    return
-        except OSError:
-            time.sleep(1)
-    raise RuntimeError("the engine did not start; see the log")

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import measuring
 from benchmarks.benchmark import Measurement
-from benchmarks.engines import models, shared_weights, stock_push, traffic
+from benchmarks.engines import models, stock_push, traffic, weights
 from benchmarks.engines.keywords import (
     Keywords,
     is_stock,
@@ -69,18 +69,14 @@ def running(folder: Path, keywords: Keywords) -> Iterator[Any]:
 
 def give_weights(engine: Any, shape: models.Shape, keywords: Keywords) -> None:
     """The same random weights for every engine, in the form that it holds them in; but for one that
-    quantizes dummy weights by itself, whose codes have the range of any others.
-
-    Raises:
-        RuntimeError: they did not take the place of the dummy ones.
-    """
+    quantizes dummy weights by itself, whose codes have the range of any others."""
     if is_stock(keywords):
-        named = shared_weights.shared(shape, DEVICE, weight_format(keywords))
+        named = weights.shared(shape, DEVICE, weight_format(keywords))
         stock_push.push(engine, named, keywords.get("tp_size", 1))
     else:
         import trainer_bridge
 
-        trainer_bridge.update(shared_weights.shared(shape, DEVICE), engine, version=0)
+        trainer_bridge.update(weights.shared(shape, DEVICE), engine, version=0)
     torch.cuda.empty_cache()
 
 
@@ -92,9 +88,6 @@ def generate(
     Args:
         new: tokens to generate, for all prompts or for each.
         start_len: 0 for the logprobs of the prompts' own tokens as well.
-
-    Raises:
-        RuntimeError: a reply is short.
     """
     each = [new] * len(prompts) if isinstance(new, int) else list(new)
     replies = engine.generate(
@@ -120,11 +113,7 @@ def prompts_of(seed: int, count: int, length: int, vocab: int) -> Prompts:
 
 
 def assert_calibrated(engine: Any) -> None:
-    """Check that no layer of an FP8 KV cache of ours waits for its scales.
-
-    Raises:
-        RuntimeError: one does.
-    """
+    """Check that no layer of an FP8 KV cache of ours waits for its scales."""
     if engine.fp8rl_control({"op": "layout"})["kv_cache"] is None:
         return
     if engine.fp8rl_control({"op": "kv"})["pending"]:

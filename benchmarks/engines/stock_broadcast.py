@@ -21,13 +21,6 @@ class BroadcastGroup:
 
     Each call to torch runs beside the request to the engine: NCCL connects in the first broadcast,
     and leaves the group, only when all ranks do.
-
-    Args:
-        ranks: of the engine.
-        backend: of torch.distributed.
-
-    Raises:
-        RuntimeError: the engine does not join.
     """
 
     def __init__(self, engine: Any, ranks: int, backend: str) -> None:
@@ -51,15 +44,8 @@ class BroadcastGroup:
         )
 
     def send(self, named: Named, last: bool, update: str) -> None:
-        """Broadcast one flattened bucket, which the engine loads, in a ``stock_push.session``.
-
-        Args:
-            last: whether the prefix cache is to be flushed.
-            update: what an error calls it.
-
-        Raises:
-            RuntimeError: the engine refused it.
-        """
+        """Broadcast one flattened bucket, which the engine loads, in a ``stock_push.session``; see
+        ``stock_push.send_payloads``."""
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         flat = FlattenedTensorBucket(named_tensors=named).get_flattened_tensor()
@@ -96,11 +82,7 @@ class BroadcastGroup:
     def _both(
         self, ours: Callable[[], Any], theirs: Callable[[], tuple[bool, str]], what: str
     ) -> Any:
-        """Do ours in a thread; the engine is asked from this one, whose event loop it has.
-
-        Raises:
-            RuntimeError: the engine refused.
-        """
+        """Do ours in a thread; the engine is asked from this one, whose event loop it has."""
         doing = self._beside.submit(ours)
         done, message = theirs()
         if not done:

@@ -13,6 +13,7 @@ IDLE_S = 30.0
 POLL_S = 0.02
 PROBE = list(range(1000, 1064))
 """A prompt whose own logprobs show that weights arrived."""
+NEW_TOKENS = 4
 
 
 def buckets(named: Named, bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
@@ -33,11 +34,7 @@ def sum_bytes(named: Named) -> int:
 
 @contextmanager
 def session(engine: Any) -> Iterator[None]:
-    """What SGLang 0.5.23 takes weights in, and processes them at the end of; 0.5.17 has none.
-
-    Raises:
-        RuntimeError: the engine refused to begin or to end it.
-    """
+    """What SGLang 0.5.23 takes weights in, and processes them at the end of; 0.5.17 has none."""
     if not hasattr(engine, "begin_weight_update"):
         yield
         return
@@ -72,16 +69,8 @@ def payload(named: Named) -> str:
 
 
 def send_payloads(engine: Any, payloads: list[str], last: bool, update: str) -> None:
-    """Let an engine load one bucket.
-
-    Args:
-        payloads: one for each rank of the engine.
-        last: whether the prefix cache is to be flushed.
-        update: what an error calls it.
-
-    Raises:
-        RuntimeError: the engine refused it.
-    """
+    """Let an engine load one bucket, of which each rank has a payload; flush the prefix cache after
+    the ``last``. ``update``: what an error calls it."""
     _assert_done(
         update,
         *engine.update_weights_from_tensor(
@@ -96,17 +85,14 @@ def push(engine: Any, named: Named, ranks: int = 1) -> None:
     Of SGLang's dummy FP8 codes 98% are zero: it draws from +-1e-3, and up to half of E4M3's least
     value, 2**-9, rounds to zero. Arithmetic on zeros takes less power, so the GPU runs faster than
     with any model. Each group is sent by itself and must change what the engine computes.
-
-    Raises:
-        RuntimeError: a group of the weights made no difference, or logprobs are not finite.
     """
-    before = probe(engine)
+    before, _ = probe(engine)
     for group, tensors in weight_groups(named).items():
         with session(engine):
             for bucket, _ in buckets(tensors, BUCKET_BYTES):
                 send(engine, bucket, False, f"the weights of {group}", ranks)
         flush(engine)
-        after = probe(engine)
+        after, _ = probe(engine)
         if not all(map(math.isfinite, after)):
             raise RuntimeError(f"logprobs are not finite with random weights in {group}")
         if after == before:
@@ -119,11 +105,7 @@ def push(engine: Any, named: Named, ranks: int = 1) -> None:
 
 def flush(engine: Any) -> None:
     """Empty the prefix cache. The scheduler refuses as long as it has not put away its last batch,
-    whose replies it sent before; an update that flushes would then end it.
-
-    Raises:
-        RuntimeError: it still refuses after ``IDLE_S``.
-    """
+    whose replies it sent before; an update that flushes would then end it."""
     deadline = time.monotonic() + IDLE_S
     while not engine.flush_cache().success:
         if time.monotonic() > deadline:
@@ -145,12 +127,14 @@ def weight_groups(named: Named) -> dict[str, Named]:
     return found
 
 
-def probe(engine: Any) -> list[float]:
-    """Logprobs of the tokens of ``PROBE`` after the first."""
+def probe(engine: Any) -> tuple[list[float], list[int] | None]:
+    """Logprobs of the tokens of ``PROBE`` after the first, and the policy versions of new ones, if
+    the engine has them."""
     replies = engine.generate(
         input_ids=[PROBE],
-        sampling_params={"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+        sampling_params={"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True},
         return_logprob=True,
         logprob_start_len=0,
     )
-    return [entry[0] for entry in replies[0]["meta_info"]["input_token_logprobs"][1:]]
+    meta = replies[0]["meta_info"]
+    return [entry[0] for entry in meta["input_token_logprobs"][1:]], meta.get("policy_version")

@@ -1,6 +1,7 @@
 """The trainer's weights: random, on one device, renewed in place as an optimizer step would."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -14,6 +15,8 @@ STD = 0.02
 SCALES = (0.1 * STD / FP8_MAX, 5 * STD / FP8_MAX)
 """Range of the scales that ``renew`` draws; the largest of 16,384 normal values is 4 STD."""
 EXPERTS_AT_ONCE = 16
+SEED = 11
+FIRST_LAYER = "model.layers.0."
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -46,6 +49,26 @@ def hf_named(module: nn.Module) -> Named:
 def fp8_named(shape: Shape, device: str) -> Named:
     """Codes with ``<name>_scale_inv`` for what the engine keeps in FP8, BF16 for the rest."""
     return [pair for p in parameters(shape) for pair in _fp8_pairs(p, shape, device)]
+
+
+def shared(shape: Shape, device: str, form: str = "bf16") -> Named:
+    """All tensors of a checkpoint; every layer has the memory of the first, and so takes no room
+    beside an engine that fills the device.
+
+    Args:
+        form: "bf16", or "fp8" for the same weights as codes and scales.
+    """
+    one = replace(shape, layers=1)
+    torch.manual_seed(SEED)
+    named = fp8_named(one, device) if form == "fp8" else hf_named(bf16_module(one, device))
+    layer = [pair for pair in named if pair[0].startswith(FIRST_LAYER)]
+    begin = [name for name, _ in named].index(layer[0][0])
+    layers = [
+        (f"model.layers.{number}.{name.removeprefix(FIRST_LAYER)}", tensor)
+        for number in range(shape.layers)
+        for name, tensor in layer
+    ]
+    return named[:begin] + layers + named[begin + len(layer) :]
 
 
 def renew(tensors: Iterable[torch.Tensor]) -> None:

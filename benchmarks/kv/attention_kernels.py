@@ -71,11 +71,7 @@ def _layer(scales: QuantizedKV) -> Any:
 
 
 def pages_of(inputs: Inputs) -> torch.Tensor:
-    """The pages of each sequence, int32 ``[B, P]``: in no order, as an engine's are after a while.
-
-    Raises:
-        ValueError: a sequence does not fill its pages.
-    """
+    """Of each sequence, int32 ``[B, P]``: in no order, as an engine's are after a while."""
     batch, context = inputs.load.batch, inputs.load.context
     if context % PAGE:
         raise ValueError(f"{context} tokens are not whole pages of {PAGE}; take a multiple")

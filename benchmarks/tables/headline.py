@@ -14,26 +14,22 @@ Results = Mapping[str, Any]
 
 
 def decode(results: Results) -> str:
-    """How much faster decode steps are, from the least to the most of all loads."""
+    """How much faster a decode step of the one load is."""
     steps = [row for row in results["rows"] if row["metric"] == "decode_step_ms"]
-    rows = [row for row in steps if row["arm"] == OURS]
-    ratios = [_best(steps, row, REFERENCE) / row["median"] for row in rows]
-    stock = [_best(steps, row, "stock") / row["median"] for row in rows]
-    batches, contexts = zip(*(map(int, row["case"].split("x")) for row in rows), strict=True)
-    models = " and ".join(dict.fromkeys(row["model"] for row in rows))
-    return (
-        f"- A decode step is {_range(ratios, '.2f')} times as fast as in BF16, and "
-        f"{_range(stock, '.2f')} times as fast as in the best stock arm ({models}, "
-        f"{_range(batches)} sequences, {_range(contexts)} tokens of context; {_where(results)})."
-    )
+    (ours,) = (row for row in steps if row["arm"] == OURS)
+    batch, context = ours["case"].split("x")
+    load = f"{ours['model']}, {batch} sequences, {context} tokens of context"
+    return f"- A decode step is {_faster(steps, ours)} ({load}; {_where(results)})."
 
 
-def _range(values: Sequence[float], form: str = "d") -> str:
-    least, most = (format(each, form) for each in (min(values), max(values)))
-    return least if least == most else f"{least} to {most}"
+def _faster(rows: Sequence[Row], ours: Row) -> str:
+    """Than stock in BF16, and than the best of stock."""
+    bf16, best = (_best(rows, ours, prefix) / ours["median"] for prefix in (REFERENCE, "stock"))
+    faster = f"{best:.2f} times as fast as in the best stock arm"
+    return f"{bf16:.2f} times as fast as in BF16, and {faster}"
 
 
-def _best(rows: list[Row], ours: Row, prefix: str) -> float:
+def _best(rows: Sequence[Row], ours: Row, prefix: str) -> float:
     """The least median of arms whose name begins so, under the same load."""
     place = ours["model"], ours["case"]
     mine = [row for row in rows if (row["model"], row["case"]) == place]
@@ -62,11 +58,7 @@ def _whole(results: Results) -> tuple[str, str]:
     """The case, and how many times as fast ours is."""
     times = [row for row in results["rows"] if row["metric"] == "rollout_s"]
     ours = next(row for row in times if row["arm"] == OURS)
-    ratios = [_best(times, ours, prefix) / ours["median"] for prefix in (REFERENCE, "stock")]
-    return ours["case"], (
-        f"is {ratios[0]:.2f} times as fast as in BF16, and {ratios[1]:.2f} times as fast as in the "
-        f"best stock arm ({ours['model']}; {_where(results)})."
-    )
+    return ours["case"], f"is {_faster(times, ours)} ({ours['model']}; {_where(results)})."
 
 
 def update(results: Results) -> str:

@@ -4,7 +4,6 @@ from benchmarks.tables.engines import Results
 from benchmarks.tables.markdown import (
     Column,
     Form,
-    Row,
     facts,
     failures,
     joined,
@@ -68,19 +67,3 @@ def decode(results: Results) -> str:
         failures(results),
         f"{facts(results['environment'])}. Medians.",
     )
-
-
-def biased(results: Results) -> str:
-    """Error and bias of decode over FP8 codes: XQA, which multiplies in FP8, beside FA2."""
-    rows = [_load(row) for row in results["rows"] if row["arm"] in ("xqa", "fa2")]
-    off: dict[str, Form] = {"code_error": "{median:.1%}", "code_bias": "{median:+.1%}"}
-    means = {"": "0", "V mean 0.3": "0.3", "V mean 1": "1", "V mean 1, flat": "1, flat softmax"}
-    columns = [Column(f"V's mean {name}", off, {"drawn": case}) for case, name in means.items()]
-    long = [row for row in rows if not row["load"].startswith(("256x", "1x", "8x"))]
-    made = table(long, ["load", "arm"], columns, "sequences x context, kernel: error, bias")
-    return joined(made, f"{facts(results['environment'])}. Medians.")
-
-
-def _load(row: Row) -> Row:
-    load, _, what = row["case"].partition(", ")
-    return row | {"load": load, "drawn": what}

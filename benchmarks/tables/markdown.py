@@ -25,24 +25,14 @@ def table(
     by: Sequence[str],
     columns: Sequence[Column],
     head: str,
-    names: Mapping[str, str] | None = None,
 ) -> str:
-    """A line for each value of the keys ``by``, in the order of the rows, that has any cell.
-
-    Args:
-        head: of the first column.
-        names: what lines are called, where not by the values of ``by``.
-
-    Raises:
-        ValueError: more than one row fits a cell.
-    """
+    """A line for each value of the keys ``by``, in the order of the rows, that has any cell."""
     lines = []
     for values in dict.fromkeys(tuple(row[key] for key in by) for row in rows):
         mine = [row for row in rows if tuple(row[key] for key in by) == values]
         cells = [_cell(mine, column) for column in columns]
         if any(cells):
-            name = ", ".join(values)
-            lines.append([(names or {}).get(name, name), *cells])
+            lines.append([", ".join(values), *cells])
     return grid([head, *(column.head for column in columns)], lines)
 
 
@@ -88,11 +78,7 @@ def with_share(rows: Sequence[Row], part: str, whole: str, name: str) -> list[Ro
 
 
 def facts(environment: Mapping[str, Any], gpus: int = 1) -> str:
-    """Device, versions, date and commit.
-
-    Args:
-        gpus: how many of the host's were used.
-    """
+    """Device, of which so many were used, versions, date and commit."""
     count = environment.get("count", 1)
     device = environment["device"] if gpus == 1 else f"{gpus} x {environment['device']}"
     words = [device + (f" (of {count} in the host)" if count > gpus else "")]
@@ -107,10 +93,9 @@ def runs_of_each_arm(fewest: int, most: int) -> str:
     return "One run of each arm." if most == 1 else f"{most} runs of each arm."
 
 
-def failures(results: Mapping[str, Any], prefix: str = "") -> str:
-    """A paragraph for each job that failed and whose name begins so."""
-    lines = [f"{n} fails: {why}" for n, why in results["failures"].items() if n.startswith(prefix)]
-    return "\n\n".join(lines)
+def failures(results: Mapping[str, Any]) -> str:
+    """A paragraph for each job that failed."""
+    return "\n\n".join(f"{name} fails: {why}" for name, why in results["failures"].items())
 
 
 def joined(*parts: str) -> str:

@@ -3,7 +3,6 @@
 import inspect
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ def test_sglang_and_we_know_all_keywords() -> None:
     from sglang.srt.server_args import ServerArgs
 
     from server_args import Fp8RLServerArgs
+    from sgl_fp8rl.engine.attention import backends
 
     known = set(inspect.signature(ServerArgs).parameters)
     for name, stock, given in keywords():
@@ -39,6 +39,11 @@ def test_sglang_and_we_know_all_keywords() -> None:
         Fp8RLServerArgs(**ours)
         assert {key for key in given if "fp8rl_" not in key} <= known, name
         assert stock is is_stock(given) is ("fp8rl" not in json.dumps(given)), name
+        if "kv_cache_dtype" in given and not stock:  # the plugin serves it
+            chosen = given | backends.choose(given, (9, 0))
+            prefill = given.get("prefill_attention_backend", "fa3")
+            found = [chosen[argument] for argument in backends.ARGUMENTS]
+            assert found == [prefill, prefill, "trtllm_mha", 64], name
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -76,28 +81,11 @@ def test_sglang_takes_every_stock_arm_on_hopper_as_it_is_told(
     assert refused == (newer[model] if older else set())
 
 
-def test_the_plugin_serves_every_fp8_kv_cache_of_ours() -> None:
-    from sgl_fp8rl.engine.attention import backends
-
-    for name, stock, given in keywords():
-        if "kv_cache_dtype" in given and not stock:
-            chosen = given | backends.choose(given, (9, 0))
-            assert [chosen[argument] for argument in backends.ARGUMENTS] == [
-                given.get("prefill_attention_backend", "fa3"),
-                given.get("prefill_attention_backend", "fa3"),
-                "trtllm_mha",
-                64,
-            ], name
-
-
-def test_a_case_that_no_model_has_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path, tmp_path / "log", {"layers": None}, ("64x*",))
+def test_loads_and_graphs_are_those_that_were_asked_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, tmp_path / "log", cases=("64x8*",))
     assert [load.name for load in rollout.wanted_loads("qwen3-8b", run)] == ["64x8192"]
     with pytest.raises(ValueError, match="names no load of qwen3-30b-a3b; it has 64x4096"):
-        rollout.wanted_loads("qwen3-30b-a3b", replace(run, cases=("1x1",)))
-
-
-def test_cuda_graphs_are_those_of_the_loads() -> None:
+        rollout.wanted_loads("qwen3-30b-a3b", run)
     graphs = rollout.find("fp8rl").keywords(batches=(64, 32, 64))
     assert graphs["cuda_graph_bs_decode"] == [32, 64] and graphs["cuda_graph_max_bs_decode"] == 64
     assert "cuda_graph_bs_decode" not in rollout.find("fp8rl").keywords(largest=512)

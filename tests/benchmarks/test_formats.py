@@ -16,7 +16,6 @@ from sgl_fp8rl.formats.padding import Padding
 NORMAL = {
     "bf16": (0.001, 0.003),  # healthy 0.0016
     "block-fp8": (0.02, 0.05),  # 0.037
-    "block-fp8-ue8m0": (0.02, 0.05),  # 0.037
     "channel-fp8": (0.02, 0.05),  # 0.037
     "int8": (0.005, 0.02),  # 0.011
 }
@@ -58,7 +57,7 @@ def dequantized(
     weight = held[""].float() if arm == "bf16" else CHOICES[arm].decode(held)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        is_padded = arm in formats.BLOCK_ARMS and padding is not None
+        is_padded = arm == "block-fp8" and padding is not None
         x = padding.cols.pad(x) if padding is not None and is_padded else x
         y = torch.stack(
             [

@@ -1,4 +1,4 @@
-"""Attention over an FP8 KV cache without a GPU: inputs, our hooks, and what is reported."""
+"""Attention over an 8-bit KV cache without a GPU: inputs, our hooks, and what is reported."""
 
 import importlib
 from dataclasses import replace
@@ -15,10 +15,9 @@ from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv import decode, prefill
 from sgl_fp8rl.engine.attention import kv_prefill
 from sgl_fp8rl.ops.paged_prefill import reference
-from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 LOAD = inputs_of.Load(2, 128)
-BEYOND = replace(LOAD, beyond=True)
+BEYOND, LAST = replace(LOAD, beyond=True), replace(LOAD, queries=5)
 BF16_ERROR = 0.01
 """Of attention over unquantized values with BF16 q and out; 0.002 here."""
 FP8_ERROR = 0.15
@@ -36,39 +35,37 @@ def test_inputs_are_what_they_say() -> None:
     channels = plain.k_SHD.float().square().mean((0, 1)).sqrt()
     assert channels[list(inputs_of.OUTLIER_CHANNELS["k"])].min() > 2 * channels.median()
     # rotation keeps lengths, so tokens are as long as RMS-norm makes them
-    pair = plain.k_SHD[..., [5, 69]].float().norm(dim=-1)
-    assert pair.std() > 0.1
-    assert BEYOND.name == "2x128, K beyond 448" and LOAD.cache_bytes(1) == 2 * 2 * 128 * 1024
+    assert plain.k_SHD[..., [5, 69]].float().norm(dim=-1).std() > 0.1
+    assert (BEYOND.name, LAST.name) == ("2x128, K beyond 448", "2x128, last 5")
+    assert LOAD.cache_bytes(1) == 2 * 2 * 128 * 1024
 
 
-def test_exact_is_attention() -> None:
-    drawn = inputs_of.draw(LOAD, "cpu")
+@pytest.mark.parametrize("load", [LOAD, LAST], ids=lambda load: load.name)
+def test_exact_is_causal_attention(load: inputs_of.Load) -> None:
+    drawn, n = inputs_of.draw(load, "cpu"), load.queries
     k, v = (x.view(2, 128, 8, 128).double().transpose(1, 2) for x in (drawn.k_SHD, drawn.v_SHD))
-    wanted = torch.nn.functional.scaled_dot_product_attention(drawn.q_BHGD.double(), k, v)
+    q = drawn.q_BHGD.double().view(2, n, 8, 4, 128).permute(0, 2, 3, 1, 4)  # sequence, H, G, query
+    seen = torch.ones(n, 128, dtype=torch.bool).tril(128 - n)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k[:, :, None].expand(2, 8, 4, 128, 128), v[:, :, None].expand(2, 8, 4, 128, 128), seen
+    )
+    wanted = wanted.permute(0, 3, 1, 2, 4).reshape(drawn.q_BHGD.shape)
     torch.testing.assert_close(inputs_of.exact(drawn), wanted)
-    none = inputs_of.errors(wanted, wanted)
-    assert none == {"kv_error": [0.0, 0.0], "kv_error_max": [0.0, 0.0]}
+    assert set(inputs_of.errors(wanted, wanted)["kv_error"]) == {0.0}
     half = inputs_of.errors(wanted / 2, wanted)
-    assert half["kv_error"] == pytest.approx([0.5] * 2) == half["kv_error_max"]
+    assert half["kv_error"] == pytest.approx([0.5] * 2 * n) == half["kv_error_max"]
 
 
 def a_run(load: inputs_of.Load, slots: torch.Tensor | None = None) -> Any:
-    """What FlashInfer's wrapper computes of q and the caches as they are.
-
-    Args:
-        slots: where the tokens lie, if not in order.
-    """
+    """What FlashInfer's wrapper computes of q and the caches as they are, with the tokens in order
+    or in these slots."""
 
     def run(q: torch.Tensor, caches: kernels.Caches) -> torch.Tensor:
         if slots is not None:
             caches = caches[0].float()[slots], caches[1].float()[slots]
-        drawn = SimpleNamespace(
-            load=load,
-            q_BHGD=q.view(load.batch, 8, 4, 128),
-            k_SHD=caches[0].to(torch.bfloat16),
-            v_SHD=caches[1].to(torch.bfloat16),
-        )
-        return inputs_of.exact(drawn).to(q.dtype).flatten(1, 2)  # type: ignore[arg-type]
+        k, v = (cache.to(torch.bfloat16) for cache in caches)
+        drawn = inputs_of.Inputs(load, q.view(load.batch, 8, 4, 128), k, v)
+        return inputs_of.exact(drawn).to(q.dtype).flatten(1, 2)
 
     return run
 
@@ -83,9 +80,6 @@ def error_of(load: inputs_of.Load, scheme: str) -> float:
 
 
 def test_our_hook_on_fa2() -> None:
-    drawn = inputs_of.draw(LOAD, "cpu")
-    plain = a_run(LOAD)(drawn.q_BHGD.flatten(1, 2), (drawn.k_SHD, drawn.v_SHD))
-    assert max(inputs_of.errors(plain, inputs_of.exact(drawn))["kv_error"]) < BF16_ERROR
     for load in (LOAD, BEYOND):
         assert BF16_ERROR < error_of(load, "layer") < FP8_ERROR
     assert error_of(BEYOND, "unit") > SATURATED * error_of(BEYOND, "layer")
@@ -121,24 +115,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_xqa_runs_both_variants(hopper: list[bool]) -> None:
-    for load in (LOAD, BEYOND):
-        drawn = inputs_of.draw(load, "cpu")
-        wanted = inputs_of.exact(drawn)
-        layer = kernels.layer_of("layer", drawn)
-        caches = kernels.stored(layer, drawn)
-        for fp8_mma in (True, False):
-            hopper.clear()
-            got = kernels.attend_xqa(drawn, layer, fp8_mma=fp8_mma)(caches)
-            assert hopper == [fp8_mma]
-            assert max(inputs_of.errors(got, wanted)["kv_error"]) < FP8_ERROR
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_every_arm_of_decode_has_errors_and_a_time(
     hopper: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(decode, "CASES", [LOAD, replace(LOAD, v_mean=1.0)])
+    monkeypatch.setattr(decode, "CASES", [LOAD, replace(LOAD, v_mean=1.0), BEYOND])
     monkeypatch.setattr(decode, "DEVICE", "cpu")
     monkeypatch.setattr(
         kernels, "fa2", lambda inputs, _: a_run(inputs.load, kernels.slots_of(inputs))
@@ -147,37 +127,12 @@ def test_every_arm_of_decode_has_errors_and_a_time(
     monkeypatch.setattr(decode.measuring, "graph_us", lambda calls, _: [2.0 * len(calls)])
     found = decode.measure(None, Run(tmp_path, tmp_path / "log"))
     arms = ["paged", "xqa", "xqa-bf16-mma", "fa2", "paged-int8"]
-    assert [r["arm"] for r in found] == 2 * arms and hopper == [True, False] * 2
+    assert [r["arm"] for r in found] == 3 * arms and hopper == [True, False] * 3
     assert found[0]["values"]["attention_floor_us"] == [LOAD.cache_bytes(1) / 4e6]
-    assert [r["values"].get("attention_us") for r in found] == 5 * [[16.0]] + 5 * [None]
-    lost = {r["arm"]: max(r["values"]["kv_error"]) for r in found[:5]}
-    assert max(lost.values()) < FP8_ERROR and lost["paged-int8"] < lost["paged"] / 2
-    assert max(r["values"]["code_error"][0] for r in found) < BF16_ERROR
-
-
-def test_codes_are_fp8() -> None:
-    drawn = inputs_of.draw(LOAD, "cpu")
-    caches = kernels.stored(kernels.layer_of("layer", drawn), drawn)
-    assert {cache.dtype for cache in caches} == {FP8_DTYPE}
-    assert kernels.paged(caches[0]).shape == (4, 8, 64, 128)
-
-
-# ---- prefill -------------------------------------------------------------------------------------
-
-LAST = inputs_of.Load(2, 128, queries=5)
-
-
-def test_exact_of_the_last_tokens_is_causal() -> None:
-    drawn = inputs_of.draw(LAST, "cpu")
-    found = inputs_of.exact(drawn).view(2, 5, 8, 4, 128)
-    for token in range(5):
-        seen = 128 - 4 + token
-        load = replace(LOAD, context=seen)
-        parts = (x.view(2, 128, 8, 128)[:, :seen].flatten(0, 1) for x in (drawn.k_SHD, drawn.v_SHD))
-        q = drawn.q_BHGD.view(2, 5, 8, 4, 128)[:, token]
-        one = inputs_of.exact(inputs_of.Inputs(load, q, *parts))
-        torch.testing.assert_close(found[:, token], one)
-    assert LAST.name == "2x128, last 5"
+    assert [r["values"].get("attention_us") for r in found] == 5 * [[16.0]] + 10 * [None]
+    lost = [max(r["values"]["kv_error"]) for r in (*found[:5], *found[10:14])]  # no INT8 beyond
+    assert max(lost) < FP8_ERROR and lost[4] < lost[0] / 2
+    assert max(r["values"]["code_error"][0] for r in found[:10]) < BF16_ERROR
 
 
 def fa3_in_torch(inputs: inputs_of.Inputs) -> Any:
@@ -196,6 +151,12 @@ def fa3_in_torch(inputs: inputs_of.Inputs) -> Any:
     return run
 
 
+def fa2_in_torch(inputs: inputs_of.Inputs, layer: Any) -> kernels.Attend:
+    return lambda caches: (
+        inputs_of.exact(kernels.meant(inputs, layer, caches)).bfloat16().flatten(1, 2)
+    )
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_every_arm_of_prefill_has_errors_and_times(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -204,11 +165,10 @@ def test_every_arm_of_prefill_has_errors_and_times(
     monkeypatch.setattr(prefill, "LOADS", (LAST,))
     monkeypatch.setattr(prefill, "TIMED", (LAST,))
     monkeypatch.setattr(prefill, "fa3", fa3_in_torch)
-    monkeypatch.setattr(prefill, "attend_fa2", attend_fa2_in_torch)
+    monkeypatch.setattr(prefill, "attend_fa2", fa2_in_torch)
     monkeypatch.setattr(kv_prefill, "fa3", lambda *scores, num_splits: reference(*scores))
     monkeypatch.setattr(prefill.measuring, "queued_us", lambda calls: [c().norm() for c in calls])
-    job = prefill.BENCHMARK.jobs[0]
-    found = prefill.BENCHMARK.measure(job.spec, Run(tmp_path, tmp_path / "log"))
+    found = prefill.measure(None, Run(tmp_path, tmp_path / "log"))
     errors, times = found[:5], found[5:]
     arms = ["fa3-bf16", "stock-fa3-fp8", "ours-e4m3", "ours-int8", "flashinfer-e4m3"]
     assert [r["arm"] for r in errors] == arms == [r["arm"] for r in times]
@@ -217,10 +177,3 @@ def test_every_arm_of_prefill_has_errors_and_times(
     assert max(off[arm] for arm in arms if arm != "stock-fa3-fp8") < BF16_ERROR
     assert off["stock-fa3-fp8"] > BF16_ERROR  # q is E4M3
     assert lost["ours-int8"] < lost["ours-e4m3"] / 2
-
-
-def attend_fa2_in_torch(inputs: inputs_of.Inputs, layer: Any) -> kernels.Attend:
-    def attend(caches: kernels.Caches) -> torch.Tensor:
-        return inputs_of.exact(kernels.meant(inputs, layer, caches)).bfloat16().flatten(1, 2)
-
-    return attend

@@ -38,6 +38,6 @@ def test_demand_is_more_than_bf16_may_hold() -> None:
 
 
 def test_usage_is_that_of_the_rollout() -> None:
-    assert long_tail.usage(LOG) == {"running_requests": [75.0], "kv_used": [0.9, 0.5]}
+    assert long_tail.usage(LOG) == {"running_requests": [75.0]}
     with pytest.raises(ValueError, match="no line of a decode"):
         long_tail.usage(LOG.partition(long_tail.BEGINS)[0])

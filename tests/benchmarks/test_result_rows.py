@@ -17,8 +17,7 @@ def rows(arm: str, *values: float) -> list[result_rows.Row]:
 
 
 def results(**more: Any) -> result_rows.Results:
-    empty = {"benchmark": "b", "environment": ENVIRONMENT, "failures": {}, "rows": []}
-    return empty | more
+    return {"benchmark": "b", "environment": ENVIRONMENT, "failures": {}, "rows": []} | more
 
 
 def test_a_row_has_median_spread_and_unit() -> None:
@@ -36,8 +35,7 @@ def test_a_job_takes_the_place_of_what_it_gave_before() -> None:
     assert both["failures"] == {"b": "exit status 1: ValueError"}
     again = result_rows.updated(both, "b", rows("b", 2.0), None)
     again = result_rows.updated(again, "a", rows("a", 3.0), None)
-    assert [(row["arm"], row["median"]) for row in again["rows"]] == [("a", 3.0), ("b", 2.0)]
-    assert again["failures"] == {}
+    assert again == results(rows=rows("a", 3.0) + rows("b", 2.0))
 
 
 def test_only_rows_of_the_same_setting_stay(tmp_path: Path) -> None:
@@ -54,20 +52,15 @@ def test_only_rows_of_the_same_setting_stay(tmp_path: Path) -> None:
 
 
 def test_files_of_one_host_are_merged(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("1.json", "2.json")]
-    for path, arm in zip(paths, "ab", strict=True):
-        result_rows.write(path, results(rows=rows(arm, 1.0), failures={arm: "x"}))
+    """Starts of an arm on several GPUs become one row."""
+    paths = [tmp_path / name for name in ("1.json", "2.json", "3.json")]
+    for path, values in zip(paths, ((1.0, 2.0, 9.0), (4.0, 5.0, 6.0), (3.0,)), strict=True):
+        own = {"failures": {path.stem: "x"}, "rows": rows("a", *values) + rows(path.stem, 1.0)}
+        result_rows.write(path, results(**own))
     found = result_rows.merged("b", paths)
-    assert found == results(rows=rows("a", 1.0) + rows("b", 1.0), failures={"a": "x", "b": "x"})
+    one = rows("a", 1.0)[0] | {"median": 3.0, "min": 1.0, "max": 9.0, "n": 7}
+    assert found["rows"] == [one, *(row for n in "123" for row in rows(n, 1.0))]
+    assert found == results(rows=found["rows"], failures=dict.fromkeys("123", "x"))
     result_rows.write(paths[1], results(environment=ENVIRONMENT | {"commit": "def5678"}))
     with pytest.raises(ValueError, match=r"2\.json is of another machine, boot, commit"):
         result_rows.merged("b", paths)
-
-
-def test_starts_of_an_arm_on_several_gpus_become_one_row(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("1.json", "2.json", "3.json")]
-    for path, values in zip(paths, ((1.0, 2.0, 9.0), (4.0, 5.0, 6.0), (3.0,)), strict=True):
-        result_rows.write(path, results(rows=rows("a", *values)))
-    (found,) = result_rows.merged("b", paths)["rows"]
-    spread = {"median": 3.0, "min": 1.0, "max": 9.0, "n": 7}
-    assert found == rows("a", 1.0)[0] | spread

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import trainer_bridge
-from benchmarks import sharded, update
-from benchmarks.engines import models, server, weights
+from benchmarks import sharded
+from benchmarks.engines import models, server, stock_push, weights
 from benchmarks.engines.keywords import ENGINE
 from benchmarks.engines.server import Server
 from sgl_fp8rl.tools.ports import Port
@@ -42,8 +42,8 @@ def test_a_server_is_updated_and_serves_the_version(servers: list[Server]) -> No
     weights.renew(module.parameters())
     trainer_bridge.update(module, [only.address], version=3)
     logprobs, versions = sharded.logprobs(servers)
-    assert len(logprobs) == len(update.PROMPT) - 1
-    assert versions == [3] * update.NEW_TOKENS
+    assert len(logprobs) == len(stock_push.PROBE) - 1
+    assert versions == [3] * stock_push.NEW_TOKENS
 
 
 @pytest.mark.timeout(LIMIT_S)

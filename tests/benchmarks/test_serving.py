@@ -9,28 +9,32 @@ import pytest
 import torch
 
 from benchmarks import measuring, rollout
-from benchmarks.engines import models, serving, shared_weights, stock_push, traffic, weights
-from sgl_fp8rl.ops.reference import FP8_DTYPE, dequantize_weight, quantize_weight
+from benchmarks.engines import models, serving, stock_push, traffic, weights
+from sgl_fp8rl.ops.reference import FP8_DTYPE
+from tests.benchmarks.test_weights import TINY_DENSE
 
-TINY = models.Shape(hidden=256, intermediate=384, layers=3, heads=2, kv_heads=1, vocab=512)
-TINY_MOE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=512)
-QWEN3_8B = models.MODELS["qwen3-8b"]
+QWEN3_8B, MOE = models.MODELS["qwen3-8b"], models.MODELS["qwen3-30b-a3b"]
+WHOLE, FP8 = 16_381_470_720, 6_945_767_424
+"""Bytes of Qwen3-8B in BF16, and of its linears in FP8."""
 
 
 @pytest.mark.parametrize(
-    ("arm", "load", "floor_ms"),
+    ("arm", "load", "floor_ms", "weights", "token"),
     [
         # shared figures of one H200: FP8 linears and FP8 KV, a head in BF16
-        ("fp8rl-kv8", serving.Load(128, 512, 352), 3.45),
-        ("fp8rl-kv8", serving.Load(64, 8192, 224), 11.0),
-        ("stock-bf16", serving.Load(64, 8192, 224), 22.0),
+        ("fp8rl-kv8", serving.Load(128, 512, 352), 3.45, WHOLE - FP8 + 4 * FP8 // 128**2, 1),
+        ("fp8rl-kv8", serving.Load(64, 8192, 224), 11.0, WHOLE - FP8 + 4 * FP8 // 128**2, 1),
+        ("stock-bf16", serving.Load(64, 8192, 224), 22.0, WHOLE, 2),
     ],
 )
-def test_decode_floor(arm: str, load: serving.Load, floor_ms: float) -> None:
+def test_floor_and_capacity_by_hand(
+    arm: str, load: serving.Load, floor_ms: float, weights: int, token: int
+) -> None:
     keywords = rollout.find(arm).keywords(largest=128)
-    assert serving.decode_floor_ms(keywords, QWEN3_8B, load, 4.3) == pytest.approx(
-        floor_ms, rel=0.02
-    )
+    floor = serving.decode_floor_ms(keywords, QWEN3_8B, load, 4.3)
+    assert floor == pytest.approx(floor_ms, rel=0.02)
+    wanted = (0.88 * (139 << 30) - weights) / (36 * 2 * 8 * 128 * token)
+    assert serving.capacity(keywords, QWEN3_8B, 139 << 30) == pytest.approx(wanted)
 
 
 def test_two_ranks_share_weights_and_kv() -> None:
@@ -46,33 +50,12 @@ def test_two_ranks_share_weights_and_kv() -> None:
 
 def test_a_step_reads_the_experts_that_its_tokens_use() -> None:
     assert QWEN3_8B.experts_read(1) == 1.0
-    moe = models.MODELS["qwen3-30b-a3b"]
-    assert moe.experts_read(1) == pytest.approx(8 / 128)
-    assert 0.98 < moe.experts_read(64) < 1.0
-    parameters = list(models.parameters(moe))
+    assert MOE.experts_read(1) == pytest.approx(8 / 128)
+    assert 0.98 < MOE.experts_read(64) < 1.0
+    parameters = list(models.parameters(MOE))
     whole, one = (traffic.step_weight_bytes(parameters, "bf16", n) for n in (1.0, 8 / 128))
     assert whole == traffic.payload_bytes(parameters, "bf16") - 2 * 151_936 * 2048
     assert one == whole - (1 - 8 / 128) * 2 * 48 * 128 * 3 * 768 * 2048
-
-
-@pytest.mark.parametrize("shape", [TINY, TINY_MOE], ids=["dense", "moe"])
-def test_stock_and_ours_get_the_same_weights(shape: models.Shape) -> None:
-    bf16 = dict(shared_weights.shared(shape, "cpu"))
-    fp8 = dict(shared_weights.shared(shape, "cpu", "fp8"))
-    assert list(bf16) == [name for name, _ in weights.hf_named(weights.bf16_module(shape, "meta"))]
-    assert set(fp8) - set(bf16) == {name for name in fp8 if name.endswith("_scale_inv")}
-    for name, weight in bf16.items():
-        if f"{name}_scale_inv" not in fp8:
-            assert torch.equal(fp8[name], weight)
-            continue
-        codes, scales = quantize_weight(weight)
-        assert torch.equal(fp8[name].view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(fp8[f"{name}_scale_inv"], scales)
-        assert (dequantize_weight(codes, scales) - weight).abs().max() < 0.1
-    # a layer more takes no memory
-    pointers = {t.untyped_storage().data_ptr() for t in bf16.values()}
-    more = shared_weights.shared(replace(shape, layers=9), "cpu")
-    assert len({t.untyped_storage().data_ptr() for _, t in more}) == len(pointers)
 
 
 class Stock:
@@ -97,8 +80,7 @@ class Stock:
 
 def test_a_push_that_does_not_arrive_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock_push, "send", lambda engine, *given: engine.load(*given))
-    named = shared_weights.shared(TINY, "cpu", "fp8")
-    assert {t.dtype for _, t in named} == {FP8_DTYPE, torch.float32, torch.bfloat16}
+    named = weights.shared(TINY_DENSE, "cpu", "fp8")
     healthy = Stock()
     stock_push.push(healthy, named)
     assert healthy.flushes == 2 * 3
@@ -130,7 +112,8 @@ def test_sglang_s_own_dummy_codes_are_nearly_all_zero() -> None:
     initialize_dummy_weights(module)
     zeros = (module.weight.float() == 0).float().mean()
     assert zeros > 0.95  # 0.976: what is beyond half of 2**-9, of +-1e-3
-    pushed = dict(shared_weights.shared(TINY, "cpu", "fp8"))["model.layers.0.mlp.up_proj.weight"]
+    one = replace(TINY_DENSE, layers=1)
+    pushed = dict(weights.shared(one, "cpu", "fp8"))["model.layers.0.mlp.up_proj.weight"]
     assert (pushed.float() == 0).float().mean() < 0.01  # 0.000
 
 

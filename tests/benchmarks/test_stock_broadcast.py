@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks import update
 from benchmarks.engines import models, stock_push, weights
 from benchmarks.engines.keywords import ENGINE
 from benchmarks.engines.stock_broadcast import BroadcastGroup
@@ -37,18 +36,18 @@ def engine(tmp_path: Path) -> Iterator[Any]:
 
 def test_an_engine_loads_what_is_broadcast(engine: Any) -> None:
     """The logprobs are those of the same weights by SGLang's other path."""
-    dummy, _ = update.logprobs(engine)
+    dummy, _ = stock_push.probe(engine)
     group = BroadcastGroup(engine, 1, "gloo")
     named = [(n, t.detach()) for n, t in weights.hf_named(weights.bf16_module(SHAPE, "cpu"))]
     weights.renew(tensor for _, tensor in named)
     with stock_push.session(engine):
         for bucket, last in stock_push.buckets(named, SMALL):
             group.send(bucket, last, "update 1")
-    found, _ = update.logprobs(engine)
+    found, _ = stock_push.probe(engine)
     assert found != dummy
     group.close()
     stock_push.flush(engine)  # it is idle then
     with stock_push.session(engine):
         for bucket, last in stock_push.buckets(named, WHOLE):
             stock_push.send(engine, bucket, last, "the same again")
-    assert update.logprobs(engine)[0] == found
+    assert stock_push.probe(engine)[0] == found

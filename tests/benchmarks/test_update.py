@@ -1,8 +1,6 @@
 """The update benchmark without a GPU: how an arm measures, and what it refuses."""
 
 import gc
-import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,8 +14,10 @@ import torch
 from benchmarks import measuring, update
 from benchmarks.benchmark import Run
 from benchmarks.engines import models, stock_push, traffic, weights
+from tests.benchmarks.loading_engine import LoadingEngine
 
 TINY_MOE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=512)
+PARAMETERS = list(models.parameters(TINY_MOE))
 
 
 def find(name: str) -> update.Case:
@@ -25,147 +25,87 @@ def find(name: str) -> update.Case:
     return case
 
 
+MAPPED, BUCKET = find("from BF16, mapped"), find("from BF16, bucket")
+
+
 def test_buckets_keep_the_order_and_close_when_full() -> None:
     named = [(str(n), torch.zeros(4, dtype=torch.uint8)) for n in range(7)]
-    planned = list(stock_push.buckets(named, 8))
-    assert [[name for name, _ in bucket] for bucket, _ in planned] == [
-        ["0", "1"],
-        ["2", "3"],
-        ["4", "5"],
-        ["6"],
-    ]
-    assert [last for _, last in planned] == [False, False, False, True]
-    assert [last for _, last in stock_push.buckets(named, 4)] == [False] * 6 + [True]
+    for size, wanted in ((8, ["01", "23", "45", "6"]), (4, list("0123456"))):
+        planned = list(stock_push.buckets(named, size))
+        assert ["".join(name for name, _ in bucket) for bucket, _ in planned] == wanted
+        assert [last for _, last in planned] == [False] * (len(wanted) - 1) + [True]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_stock_arms_speak_sglang_s_own_format() -> None:
-    pytest.importorskip("sglang")
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    class Engine:
-        def __init__(self) -> None:
-            self.got: dict[str, torch.Tensor] = {}
-            self.flushes: list[bool] = []
-            self.sessions: list[str] = []
-
-        def begin_weight_update(self) -> tuple[bool, str]:
-            self.sessions.append("begun")
-            return len(self.sessions) < 4, "busy"
-
-        def end_weight_update(self) -> tuple[bool, str]:
-            self.sessions.append("ended")
-            return True, ""
-
-        def update_weights_from_tensor(
-            self, payloads: list[str], load_format: str, flush_cache: bool
-        ) -> tuple[bool, str]:
-            assert load_format == "flattened_bucket"
-            content = MultiprocessingSerializer.deserialize(payloads[0])
-            bucket = FlattenedTensorBucket(
-                flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
-            )
-            self.got |= dict(bucket.reconstruct_tensors())
-            self.flushes.append(flush_cache)
-            return not self.flushes[-1] or len(self.flushes) < 4, "full"
-
-    engine = Engine()
-    module = weights.bf16_module(TINY_MOE, "cpu")
-    named = weights.hf_named(module)
-    case = replace(find("buckets of 2 GiB"), bucket_bytes=2 << 20)
-    send = update.stock_update(engine, named, case)
-    send(0)
-    assert engine.got.keys() == dict(named).keys()
-    assert all(torch.equal(engine.got[name], tensor) for name, tensor in named)
-    assert engine.flushes == [False] * (len(engine.flushes) - 1) + [True]
-    assert engine.sessions == ["begun", "ended"]
-    with pytest.raises(RuntimeError, match="refused update 1: full"):
-        send(1)
-    with pytest.raises(RuntimeError, match="refused to begin an update: busy"):
-        send(2)
-
-
-class LoadingEngine:
-    """Stands for ``sglang.Engine``: keeps what it is sent, and generates from a part of it."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self.arguments = arguments
-        self.weights: dict[str, torch.Tensor] = {}
-        self.version: int | None = None
-        folder = Path(arguments["model_path"])
-        assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
-
-    def update_weights_from_tensor(self, payloads: list[str], **_: Any) -> tuple[bool, str]:
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-        bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(payloads[0]))
-        self.take(dict(bucket.reconstruct_tensors()))
-        return True, ""
-
-    def take(self, named: dict[str, torch.Tensor]) -> None:
-        self.weights |= {name: tensor.clone() for name, tensor in named.items()}
-
-    def generate(self, **payload: Any) -> list[dict[str, Any]]:
-        norm = self.weights["model.norm.weight"].tolist()
-        logprobs = [(value, token, None) for value, token in zip(norm, update.PROMPT, strict=False)]
-        meta: dict[str, Any] = {"input_token_logprobs": logprobs}
-        if self.version is not None:
-            meta["policy_version"] = [self.version] * payload["sampling_params"]["max_new_tokens"]
-        return [{"meta_info": meta}]
-
-    def shutdown(self) -> None:
-        pass
-
-
-def take_update(given: Any, engine: LoadingEngine, version: int, announce: Any = None) -> Any:
-    """Stands for ``trainer_bridge.update``."""
-    assert (announce is not None) is isinstance(given, Iterator)
-    named = weights.hf_named(given) if isinstance(given, torch.nn.Module) else list(given)
-    engine.take(dict(named))
-    engine.version = version
-    seconds, payload = {"write": 0.001, "total": 0.001}, stock_push.sum_bytes(named)
-    mapped = payload
-    if any(way in os.environ["TEST_CASE"] for way in ("bucket", "streamed")):
-        mapped, payload = 0, traffic.payload_bytes(models.parameters(TINY_MOE), "fp8")
-    return SimpleNamespace(
-        bytes=payload, mapped_bytes=mapped, gpu_seconds=0.001, seconds=seconds, version=version
-    )
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", update.CASES, ids=lambda case: f"{case.arm}, {case.name}")
-def test_a_whole_arm(case: update.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sglang = pytest.importorskip("sglang")
-    import trainer_bridge
-
-    expandable: list[bool] = []
-    without_gpu(monkeypatch)
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an arm asks of CUDA answers at once, and weights are on the CPU."""
+    monkeypatch.setattr(update, "DEVICE", "cpu")
     monkeypatch.setattr(measuring, "copy_tb_s", lambda: 4.0)
     monkeypatch.setattr(measuring, "free_bytes", lambda *_: 100 << 30)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(sglang, "Engine", LoadingEngine)
-    monkeypatch.setattr(trainer_bridge, "update", take_update)
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # slow where SGLang is loaded
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("case", update.CASES, ids=lambda case: f"{case.arm}, {case.name}")
+def test_a_whole_arm(case: update.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sglang = pytest.importorskip("sglang")
+    engines: list[LoadingEngine] = []
+    expandable: list[bool] = []
+    streamed: set[int] = set()
+
+    def start(**keywords: Any) -> LoadingEngine:
+        engines.append(LoadingEngine())
+        return engines[0]
+
+    def take(given: Any, engine: LoadingEngine, version: int, announce: Any = None) -> Any:
+        """Stands for ``trainer_bridge.update``."""
+        assert (announce is not None) is isinstance(given, Iterator) is case.streamed
+        named = weights.hf_named(given) if isinstance(given, torch.nn.Module) else list(given)
+        engine.held, engine.version = [{name: t.clone() for name, t in named}], version
+        if case.streamed:  # copies of the weights, as gathered tensors are
+            assert [(n, t.dtype, t.shape) for n, t in named] == announce
+            streamed.update(t.data_ptr() for _, t in named)
+        mapped = case.mapped is not False
+        payload = traffic.payload_bytes(PARAMETERS, case.source if mapped else "fp8")
+        seconds = {"write": 0.001, "total": 0.001}
+        return SimpleNamespace(
+            bytes=payload, mapped_bytes=payload * mapped, gpu_seconds=0.001, seconds=seconds
+        )
+
+    monkeypatch.setattr(sglang, "Engine", start)
+    monkeypatch.setattr("trainer_bridge.update", take)
     monkeypatch.setattr(update, "use_expandable_segments", lambda: expandable.append(True))
     monkeypatch.setitem(models.MODELS, "tiny", TINY_MOE)
-    monkeypatch.setenv("TEST_CASE", case.name)
+    case = replace(case, model="tiny", bucket_bytes=case.bucket_bytes and 1 << 19)
+    trained: list[torch.Tensor] = []
+    renew = weights.renew
+    monkeypatch.setattr(weights, "renew", lambda t: (trained.extend(t), renew(t)))
     run = Run(tmp_path, tmp_path / "log", {"layers": None, "updates": 3})
-    (measurement,) = update.measure(replace(case, model="tiny"), run)
+    (measurement,) = update.measure(case, run)
     assert bool(expandable) is (case.mapped is False and not case.streamed)
+    assert not streamed & {t.data_ptr() for t in trained}
     place = [measurement[key] for key in ("arm", "model", "case")]
     assert place == [case.arm, "tiny", case.name]
     assert len(measurement["values"]["update_wall_ms"]) == 3
     assert ("update_gpu_ms" in measurement["values"]) is not case.stock
-    assert ("quantize_tb_s" in measurement["values"]) is (case.mapped is True)
-    json.dumps(measurement)
+    assert ("quantize_copy_fraction" in measurement["values"]) is (case.mapped is True)
+    flushes = engines[0].flushes  # one at the end of each update of several buckets
+    assert bool(flushes) is case.stock and len(flushes) % (sum(flushes) or 1) == 0
+    assert not case.stock or (flushes[-1] and len(flushes) > sum(flushes))
+    sent = stock_push.sum_bytes(list(engines[0].held[0].items()))
+    assert sent == traffic.payload_bytes(PARAMETERS, case.source)
 
 
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an arm asks of CUDA answers at once, and weights are on the CPU."""
-    monkeypatch.setattr(update, "DEVICE", "cpu")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # slow where SGLang is loaded
+def test_a_refusal_of_stock_is_told() -> None:
+    engine = LoadingEngine()
+    with pytest.raises(RuntimeError, match="refused update 1: full"), stock_push.session(engine):
+        engine.refuses = "full"
+        stock_push.send_payloads(engine, [], True, "update 1")
+    engine.begin_weight_update = lambda: (False, "busy")
+    with pytest.raises(RuntimeError, match="refused to begin an update: busy"):
+        stock_push.session(engine).__enter__()
 
 
 class FakeRun:
@@ -173,9 +113,7 @@ class FakeRun:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free: int = 100 << 30
-        without_gpu(monkeypatch)
         monkeypatch.setattr(measuring, "free_bytes", lambda *_: self.free)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         self.weight = torch.zeros(1)
         self.held = torch.zeros(1)
         self.version = -1
@@ -189,16 +127,15 @@ class FakeRun:
         self.held, self.version = self.weight.clone(), version
         self.sent.append(self.weight.item())
         self.free = min(self.free, 98 << 30)  # the bucket is kept
-        seconds = {"begin": 0.001, "write": 0.002, "total": 0.004}
         mapped = self.mapped if version > 1 else 0
         return SimpleNamespace(
-            bytes=traffic.payload_bytes(models.parameters(TINY_MOE), "bf16" if mapped else "fp8"),
+            bytes=traffic.payload_bytes(PARAMETERS, "bf16" if mapped else "fp8"),
             mapped_bytes=mapped,
             gpu_seconds=0.002,
-            seconds=seconds,
+            seconds={"begin": 0.001, "write": 0.002, "total": 0.004},
         )
 
-    def logprobs(self) -> tuple[list[float], list[int]]:
+    def logprobs(self) -> tuple[list[float], list[int] | None]:
         if self.version == 0:
             self.free -= 3 << 30  # what the first generation takes for itself
         return [self.held.item()], [self.version] * 4
@@ -206,63 +143,62 @@ class FakeRun:
 
 def measured(fake: FakeRun, case: update.Case) -> dict[str, list[float]]:
     found = update.timed_updates(fake.update, fake.renew, fake.logprobs, updates=10)
-    return update.values_of(found, case, list(models.parameters(TINY_MOE)), 4.0)
+    return update.values_of(found, case, PARAMETERS, 4.0)
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_an_arm_measures_new_weights_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeRun(monkeypatch)
-    parameters = list(models.parameters(TINY_MOE))
-    fake.mapped = traffic.payload_bytes(parameters, "bf16")
-    values = measured(fake, find("from BF16, mapped"))
+    fake.mapped = traffic.payload_bytes(PARAMETERS, "bf16")
+    values = measured(fake, MAPPED)
     assert len(set(fake.sent)) == len(fake.sent) == update.WARM_UP + 10 + update.WATCHED
     assert len(values["update_wall_ms"]) == 10
     assert values["update_write_ms"] == [2.0] * 10 and "update_total_ms" not in values
     # the bucket that is kept, without what generation took
     assert values["peak_extra_gib"] == [2.0] * update.WATCHED
-    moved = traffic.update_traffic(parameters, "bf16", "fp8", bucket=None)
-    assert values["quantize_tb_s"] == pytest.approx([moved / 0.002 / 1e12] * 10)
+    moved = traffic.update_traffic(PARAMETERS, "bf16", "fp8", bucket=None)
     assert values["quantize_copy_fraction"] == pytest.approx([moved / 0.002 / 4e12] * 10)
     assert values["update_floor_ms"] == [moved / 4e9]
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_a_case_that_is_not_what_it_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    mapped = find("from BF16, mapped")
     with pytest.raises(RuntimeError, match="'from BF16, mapped' read 0 to 0 bytes in place"):
-        measured(FakeRun(monkeypatch), mapped)
-    bucket = replace(mapped, name="bucket", mapped=False)
-    values = measured(FakeRun(monkeypatch), bucket)
-    moved = traffic.update_traffic(models.parameters(TINY_MOE), "bf16", "fp8", bucket="fp8")
-    assert "quantize_tb_s" not in values and values["update_floor_ms"] == [moved / 4e9]
+        measured(FakeRun(monkeypatch), MAPPED)
+    values = measured(FakeRun(monkeypatch), BUCKET)
+    moved = traffic.update_traffic(PARAMETERS, "bf16", "fp8", bucket="fp8")
+    assert "quantize_copy_fraction" not in values and values["update_floor_ms"] == [moved / 4e9]
     fake = FakeRun(monkeypatch)
     fake.mapped = 1
     with pytest.raises(RuntimeError, match="read 1 to 1 bytes"):
-        measured(fake, bucket)
+        measured(fake, BUCKET)
     with pytest.raises(RuntimeError, match=r"an update carried \d+ bytes, the model has"):
-        measured(FakeRun(monkeypatch), replace(bucket, target="bf16"))
+        measured(FakeRun(monkeypatch), replace(BUCKET, target="bf16"))
 
 
+LAST = update.WARM_UP + 10 + update.WATCHED - 1
+
+
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    ("logprobs", "versions", "error"),
     [
-        (([-1.0], None), "the updates changed no logprob"),
-        (([float("nan")], None), "not finite"),
+        (-1.0, None, "the updates changed no logprob"),
+        (float("nan"), None, "not finite"),
+        (None, [3, 3], rf"version \[3, 3\], not with {LAST}"),
     ],
 )
-def test_an_engine_that_kept_the_old_weights_is_seen(
-    answer: Any, error: str, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_that_serves_something_else_is_seen(
+    logprobs: float | None, versions: Any, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeRun(monkeypatch)
-    monkeypatch.setattr(fake, "logprobs", lambda: answer)
+
+    def answer() -> Any:
+        return [fake.held.item() if logprobs is None else logprobs], versions
+
+    monkeypatch.setattr(fake, "logprobs", answer)
     with pytest.raises(RuntimeError, match=error):
-        measured(fake, find("from BF16, bucket"))
-
-
-def test_an_engine_that_names_another_version_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeRun(monkeypatch)
-    monkeypatch.setattr(fake, "logprobs", lambda: ([fake.held.item()], [3, 3]))
-    last = update.WARM_UP + 10 + update.WATCHED - 1
-    with pytest.raises(RuntimeError, match=rf"version \[3, 3\], not with {last}"):
-        measured(fake, find("from BF16, bucket"))
+        measured(fake, BUCKET)
 
 
 def test_least_free_memory_is_seen_between_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,22 +212,3 @@ def test_least_free_memory_is_seen_between_the_ends(monkeypatch: pytest.MonkeyPa
             time.sleep(measuring.POLL_S)
         free[0] = 90
     assert least.bytes == 40
-
-
-def test_a_stream_brings_copies_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gathered tensors are: new memory each time."""
-    named = [("a", torch.ones(2)), ("b", torch.zeros(3))]
-    sent: list[list[tuple[str, torch.Tensor]]] = []
-
-    def keep(stream: Any, engine: Any, *, version: int, announce: Any) -> int:
-        assert iter(stream) is stream
-        assert [name for name, _, _ in announce] == ["a", "b"]
-        sent.append(list(stream))
-        return version
-
-    monkeypatch.setattr("trainer_bridge.update", keep)
-    send = update.streamed_update("an engine", named)
-    assert [send(version) for version in range(2)] == [0, 1]
-    for stream in sent:
-        assert [(n, t.tolist()) for n, t in stream] == [("a", [1, 1]), ("b", [0, 0, 0])]
-        assert not {t.data_ptr() for _, t in stream} & {t.data_ptr() for _, t in named}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.engines import models, stock_push, traffic, weights
+from benchmarks.engines import models, traffic, weights
 from sgl_fp8rl.ops.reference import FP8_DTYPE, dequantize_weight, quantize_weight
 
 TINY_DENSE = models.Shape(hidden=256, intermediate=384, layers=2, heads=2, kv_heads=1, vocab=512)
@@ -23,55 +23,46 @@ TINY = pytest.mark.parametrize("shape", [TINY_DENSE, TINY_MOE], ids=["dense", "m
 def test_the_shapes_are_those_of_the_published_models(
     model: str, count: int, hf_tensors: int
 ) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
     shape = models.MODELS[model]
     assert sum(p.numel for p in models.parameters(shape)) == count
-    with torch.device("meta"):
-        assert len(weights.hf_named(weights.bf16_module(shape, "meta"))) == hf_tensors
-
-
-@pytest.mark.parametrize("model", models.MODELS)
-def test_the_module_has_the_parameters_of_transformers(model: str) -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.0")
-    shape = replace(models.MODELS[model], layers=2)
-    config = transformers.AutoConfig.for_model(**models.config(shape))
+    assert len(weights.hf_named(weights.bf16_module(shape, "meta"))) == hf_tensors
+    few = replace(shape, layers=2)
+    config = transformers.AutoConfig.for_model(**models.config(few))
     with torch.device("meta"):
         real = transformers.AutoModelForCausalLM.from_config(config)
-    ours = weights.bf16_module(shape, "meta")
+    ours = weights.bf16_module(few, "meta")
     assert {n: p.shape for n, p in ours.named_parameters()} == {
         n: p.shape for n, p in real.named_parameters()
     }
 
 
-def test_floors_by_hand() -> None:
-    dense = list(models.parameters(models.MODELS["qwen3-8b"]))
-    # q and o, k and v, three of the MLP, in 36 layers; the rest stays BF16
-    fp8 = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12288 * 4096)
-    rest = 8_190_735_360 - fp8
-    scales = 4 * fp8 // (128 * 128)
-    mapped = traffic.update_traffic(dense, "bf16", "fp8", bucket=None)
-    assert mapped == 2 * fp8 + fp8 + scales + 4 * rest == 25_818_869_760
-    assert traffic.payload_bytes(dense, "bf16") == 16_381_470_720
-    assert traffic.floor_ms(mapped, 4.3) == pytest.approx(6.0044, abs=1e-4)
-    bucket = traffic.update_traffic(dense, "bf16", "fp8", bucket="bf16")
-    assert traffic.floor_ms(bucket, 4.3) == pytest.approx(13.6237, abs=1e-4)
-    bucket = traffic.update_traffic(dense, "bf16", "fp8", bucket="fp8")
-    assert bucket == 2 * fp8 + 3 * (fp8 + scales) + 8 * rest
-    assert traffic.floor_ms(bucket, 4.3) == pytest.approx(10.3939, abs=1e-4)
+DENSE = list(models.parameters(models.MODELS["qwen3-8b"]))
+# q and o, k and v, three of the MLP, in 36 layers; the rest stays BF16
+CODES = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12288 * 4096)
+SCALES, REST = 4 * CODES // (128 * 128), 8_190_735_360 - CODES
 
-    assert traffic.payload_bytes(dense, "fp8") == fp8 + scales + 2 * rest
-    from_fp8 = traffic.update_traffic(dense, "fp8", "fp8", bucket=None)
-    assert from_fp8 == 2 * (fp8 + scales) + 4 * rest == 18_874_798_080
-    stock = traffic.update_traffic(dense, "bf16", "bf16", bucket="bf16")
-    assert traffic.floor_ms(stock, 4.3) == pytest.approx(15.2386, abs=1e-4)
 
-    moe = list(models.parameters(models.MODELS["qwen3-30b-a3b"]))
-    mapped = traffic.update_traffic(moe, "bf16", "fp8", bucket=None)
-    assert traffic.floor_ms(mapped, 4.3) == pytest.approx(21.4509, abs=1e-4)
+@pytest.mark.parametrize(
+    ("source", "target", "bucket", "moved", "ms"),
+    [
+        ("bf16", "fp8", None, 3 * CODES + SCALES + 4 * REST, 6.0044),
+        ("bf16", "fp8", "bf16", 7 * CODES + SCALES + 8 * REST, 13.6237),
+        ("bf16", "fp8", "fp8", 5 * CODES + 3 * SCALES + 8 * REST, 10.3939),
+        ("fp8", "fp8", None, 2 * (CODES + SCALES) + 4 * REST, 4.3895),
+        ("bf16", "bf16", "bf16", 8 * (CODES + REST), 15.2386),
+    ],
+)
+def test_floors_by_hand(
+    source: str, target: str, bucket: str | None, moved: int, ms: float
+) -> None:
+    assert traffic.update_traffic(DENSE, source, target, bucket) == moved
+    assert traffic.floor_ms(moved, 4.3) == pytest.approx(ms, abs=1e-4)
 
 
 def test_what_is_counted_as_fp8_is_what_the_reference_makes() -> None:
-    named = weights.fp8_named(TINY_MOE, "cpu")
-    assert stock_push.sum_bytes(named) == traffic.payload_bytes(models.parameters(TINY_MOE), "fp8")
+    made = sum(tensor.nbytes for _, tensor in weights.fp8_named(TINY_MOE, "cpu"))
+    assert made == traffic.payload_bytes(models.parameters(TINY_MOE), "fp8")
     ragged = models.Parameter("w", (3, 129, 300), fp8=True)
     codes, scales = quantize_weight(torch.ones(ragged.shape, dtype=torch.bfloat16))
     assert codes.nbytes + scales.nbytes == traffic.payload_bytes([ragged], "fp8")
@@ -93,26 +84,37 @@ def test_hf_names_share_the_module_s_memory(shape: models.Shape) -> None:
 
 
 @TINY
-def test_codes_and_scales_belong_together_and_are_renewed(shape: models.Shape) -> None:
-    torch.manual_seed(0)
+def test_stock_and_ours_get_the_same_weights(shape: models.Shape) -> None:
+    bf16, fp8 = (dict(weights.shared(shape, "cpu", form)) for form in ("bf16", "fp8"))
+    wanted = weights.hf_named(weights.bf16_module(shape, "meta"))
+    assert {n: t.shape for n, t in bf16.items()} == {n: t.shape for n, t in wanted}
+    assert set(fp8) - set(bf16) == {name for name in fp8 if name.endswith("_scale_inv")}
+    assert sum(t.dtype == FP8_DTYPE for t in fp8.values()) == 2 * (4 + 3 * (shape.experts or 1))
+    for name, weight in bf16.items():
+        if fp8[name].dtype != FP8_DTYPE:
+            assert torch.equal(fp8[name], weight)
+            continue
+        codes, scales = quantize_weight(weight)
+        assert torch.equal(fp8[name].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(fp8[f"{name}_scale_inv"], scales)
+    # a layer more takes no memory
+    pointers = {t.untyped_storage().data_ptr() for t in bf16.values()}
+    more = weights.shared(replace(shape, layers=9), "cpu")
+    assert len({t.untyped_storage().data_ptr() for _, t in more}) == len(pointers)
+
+
+@TINY
+def test_codes_and_scales_are_renewed_in_place(shape: models.Shape) -> None:
     named = dict(weights.fp8_named(shape, "cpu"))
     codes = {name: t for name, t in named.items() if t.dtype == FP8_DTYPE}
-    expected = 2 * (4 + 3 * (shape.experts or 1))
-    assert len(codes) == expected
-    torch.manual_seed(0)  # the parameters are drawn in the same order
-    original = dict(weights.hf_named(weights.bf16_module(shape, "cpu")))
-    assert original.keys() == {name for name in named if not name.endswith("_scale_inv")}
-    for name, tensor in codes.items():
-        scales = named[f"{name}_scale_inv"]
-        want_codes, want_scales = quantize_weight(original[name])
-        assert torch.equal(tensor.view(torch.uint8), want_codes.view(torch.uint8))
-        assert torch.equal(scales, want_scales)
-    before = {name: dequantize_weight(t, named[f"{name}_scale_inv"]) for name, t in codes.items()}
+
+    def values() -> dict[str, torch.Tensor]:
+        return {n: dequantize_weight(t, named[f"{n}_scale_inv"]) for n, t in codes.items()}
+
+    before = values()
     addresses = {name: t.data_ptr() for name, t in named.items()}
     weights.renew(named.values())
     assert addresses == {name: t.data_ptr() for name, t in named.items()}
-    for name, tensor in codes.items():
-        after = dequantize_weight(tensor, named[f"{name}_scale_inv"])
+    for name, after in values().items():
         assert after.isfinite().all() and after.abs().max() < 0.2
-        changed = after != before[name]
-        assert changed[before[name] != 0].all()
+        assert (after != before[name])[before[name] != 0].all()

@@ -59,13 +59,14 @@ SECTIONS = {
     "unfit": "called in another way, and what is named of ours does not take every call. Change "
     "that, or see that SGLang's calls fit",
     "unmet": "changed, and no call or hook of ours is known to meet it. See what uses it",
-    "tolerated": "called in another way, which fits what is known of ours. Nothing to do",
+    "tolerated": "",
 }
-"""What to do, by kind of change."""
+"""What to do, by kind of change; nothing about those that are counted only."""
 INTRODUCTION = """\
 Names and signatures of {symbols} symbols and functions and {attributes} attributes, read in the wheels and not
 imported. Where a tested version ({tested}) has the same or lacks the same, nothing changed; a version is never its own
-base. Signatures are told beside the nearest older one.
+base. Signatures are told beside the nearest older one. Tolerated: called in another way, which fits what is known of
+ours.
 
 Wheels do not show what is inherited from other packages, attributes of classes that code makes (these count as moved),
 types, values, and what a function does. An attribute counts as there where its class or a base sets it on any object.
@@ -212,13 +213,10 @@ def page(drifts: Sequence[Drift], tested: Sequence[Sources], command: str) -> st
         counts = [str(len(found)) for found in each.lines.values()]
         lines.append(f"| {' | '.join([each.new.version, *pins, *counts, ran])} |")
     for each in drifts:
-        lines += ["", f"## {each.new.version}"]
-        for kind, found in each.lines.items():
-            said = f"**{kind}**: {SECTIONS[kind]}:"
-            if found and kind == "tolerated":
-                lines += ["", f"{said} {', '.join(found)}"]
-            elif found:
-                lines += ["", said, "", *(f"- {line}" for line in found)]
+        listed = {kind: found for kind, found in each.lines.items() if found and SECTIONS[kind]}
+        lines += ["", f"## {each.new.version}"] if listed or each.ran else []
+        for kind, found in listed.items():
+            lines += ["", f"**{kind}**: {SECTIONS[kind]}:", "", *(f"- {line}" for line in found)]
         for r in each.ran:
             said = f"**{r.suite.name}**: {r.verdict}: {r.passed} passed, {r.failed} failed"
             lines += ["", f"{said}, {r.skipped} skipped, {suites.duration(r.seconds)}"]
