@@ -69,7 +69,7 @@ def test_a_fit_to_other_figures_is_seen() -> None:
         # not stock BF16, which was not measured then
         ("rollout_16_bits", "qwen3-8b", [arm.name for arm in speed.ARMS[1:]]),
         # not ours, which had no workspace then
-        ("rollout_moe_restarts", "qwen3-30b-a3b", ["stock-bf16", "stock-bf16-kv8-xqa"]),
+        ("rollout_moe", "qwen3-30b-a3b", ["stock-bf16"]),
     ],
 )
 def test_capacities_of_other_engines(file: str, model: str, arms: list[str]) -> None:
