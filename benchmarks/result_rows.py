@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.benchmark import Measurement
-from sgl_fp8rl.files import write_whole
+from benchmarks.files import write_whole
 
 Row = dict[str, Any]
 Results = dict[str, Any]

@@ -14,8 +14,7 @@ PACKAGES = ("server_args", "sgl_fp8rl", "trainer_bridge")
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     "server_args",
-    "sgl_fp8rl sgl_fp8rl.constants sgl_fp8rl.options sgl_fp8rl.files sgl_fp8rl.after_import "
-    "sgl_fp8rl.tables",
+    "sgl_fp8rl sgl_fp8rl.constants sgl_fp8rl.options sgl_fp8rl.after_import sgl_fp8rl.tables",
     "sgl_fp8rl.ops",
     "sgl_fp8rl.formats",
     # what trainer and engine share

@@ -27,13 +27,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from benchmarks.files import write_whole
 from benchmarks.learning import sampling, start, study
 from benchmarks.learning.learner import Learner, learn
 from benchmarks.learning.study import ARMS, LOG, REFERENCE, Arm, Study
 from benchmarks.learning.tasks import Task
 from benchmarks.pretrained.measured import scaled_blocks
 from examples.grpo import tiny_model
-from sgl_fp8rl.files import write_whole
 from trainer_bridge import connect, fp8_forward, update
 
 CHECKPOINT = "checkpoint.safetensors"

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.environment import commit
+from benchmarks.files import write_whole
 from benchmarks.learning.tasks import LEVELS, LONG
 from examples.grpo import tiny_model
 from examples.grpo.environment import environment
-from sgl_fp8rl.files import write_whole
 
 CORRECTED, UNCORRECTED = "decoupled_token_is", "disabled"
 """Token TIS, C = 2, as the published FP8 runs have it; and none."""

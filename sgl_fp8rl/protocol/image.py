@@ -39,18 +39,9 @@ class Image:
         self.name = name
         self._chunks = chunks
 
-    def change_to(self, chunk: int, content: torch.Tensor) -> Change:
-        """What makes a chunk into ``content``, which is copied where it is needed whole."""
-        steps = self.changing(chunk, content)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                change: Change = end.value
-                return change
-
     def changing(self, chunk: int, content: torch.Tensor) -> Steps[Change]:
-        """The same in steps, on a GPU; after two of them ``content`` may be written."""
+        """What makes a chunk into ``content``, which is copied where it is needed whole: in steps,
+        on a GPU; after two of them ``content`` may be written."""
         old = self._chunks.get(chunk)
         if old is None or (old.shape, old.device) != (content.shape, content.device):
             return Change(content.to("cpu", copy=True), False)

@@ -15,6 +15,7 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.states import State
 from tests.gpu.conftest import INTERPRETED
 from tests.sgl_fp8rl.kv import test_updates as with_kv
+from tests.sgl_fp8rl.protocol.test_image import change_to
 from tests.sgl_fp8rl.receiver import test_changes, toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
@@ -158,19 +159,19 @@ def test_an_image_goes_on_where_it_lies(device: str) -> None:
     torch.manual_seed(0)
     sizes = (BLOCK + 8, 70_000, 4000)
     now = {n: torch.randint(0, 256, (size,), dtype=torch.uint8) for n, size in enumerate(sizes)}
-    whole = {n: Image("", {}).change_to(n, chunk.to(device)) for n, chunk in now.items()}
+    whole = {n: change_to(Image("", {}), n, chunk.to(device)) for n, chunk in now.items()}
     there = Image("", {}).advance(whole, "0", device)
     here = Image("", {}).advance(whole, "0")
     for version, part in enumerate([0.001, 0.013, 0.0, 0.01], 1):
         torn = {n: edited(len(chunk), 0.02, seed=9)[1] for n, chunk in now.items()}
         for n, chunk in torn.items():
-            there.change_to(n, chunk.to(device))  # an update that does not commit
+            change_to(there, n, chunk.to(device))  # an update that does not commit
         for n, chunk in now.items():
             more = 1.0 if n == version % 3 else part
             drawn = edited(len(chunk), 1.0, seed=version)[1]
             now[n] = torch.where(torch.rand(len(chunk)) < more, drawn, chunk)
-        changes = {n: there.change_to(n, chunk.to(device)) for n, chunk in now.items()}
-        wanted = {n: here.change_to(n, chunk) for n, chunk in now.items()}
+        changes = {n: change_to(there, n, chunk.to(device)) for n, chunk in now.items()}
+        wanted = {n: change_to(here, n, chunk) for n, chunk in now.items()}
         assert [c.is_delta for c in changes.values()] == [n != version % 3 for n in now]
         for found, same in zip(changes.values(), wanted.values(), strict=True):
             assert found.is_delta == same.is_delta and torch.equal(found.payload, same.payload)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from server_args import Fp8RLServerArgs
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 
 _ATTRIBUTE = "_fp8rl_weights"
@@ -18,13 +17,6 @@ def attach(model: torch.nn.Module, weights: EngineWeights) -> None:
 def weights_of(model: torch.nn.Module) -> EngineWeights | None:
     """The update state of a model, or None where fp8rl does not serve it."""
     return getattr(model, _ATTRIBUTE, None)
-
-
-def options_of(model: torch.nn.Module) -> Fp8RLServerArgs:
-    """The options of the engine that serves a model of ours."""
-    weights = weights_of(model)
-    assert weights is not None
-    return weights.options
 
 
 def scheduler_weights(scheduler: Any) -> EngineWeights | None:

@@ -10,7 +10,7 @@ from sglang.srt.configs.load_config import LoadConfig
 from torch import nn
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.control.attached import options_of
+from sgl_fp8rl.engine.control.attached import weights_of
 from sgl_fp8rl.engine.startup import loader
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.padding import Shard, fit, pad_storage
@@ -48,7 +48,8 @@ def test_a_loader_hands_the_options_on(load_format: str, monkeypatch: pytest.Mon
         made._model_config = config
         made.load_weights_and_postprocess(model, None, None)
     assert given == ["unit", *([512] if load_format == "auto" else []), "scales.json"]
-    assert options_of(model) is current_options()
+    weights = weights_of(model)
+    assert weights is not None and weights.options is current_options()
 
 
 def test_a_start_says_what_is_padded(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,19 +5,29 @@ import torch
 from sgl_fp8rl.protocol.image import Change, Image
 
 
+def change_to(image: Image, chunk: int, content: torch.Tensor) -> Change:
+    steps = image.changing(chunk, content)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            change: Change = end.value
+            return change
+
+
 def test_an_image_goes_on_by_changes_and_whole_chunks() -> None:
     chunks = {n: torch.full((4096,), n, dtype=torch.uint8) for n in range(3)}
     kept = Image("first", {n: chunk.clone() for n, chunk in chunks.items()})
     chunks[0][5] = 9
     chunks[1] = torch.arange(5000).to(torch.uint8)  # of another size
-    changes = {n: kept.change_to(n, chunk) for n, chunk in chunks.items()}
+    changes = {n: change_to(kept, n, chunk) for n, chunk in chunks.items()}
     assert [changes[n].is_delta for n in range(3)] == [True, False, True]
     before = {n: chunk.clone() for n, chunk in kept._chunks.items()}
     first = kept
     assert all(torch.equal(kept._chunks[n], before[n]) for n in before), "not before the commit"
     kept = first.advance(changes, "second")
     assert (first.name, kept.name) == ("", "second")
-    assert not first.change_to(0, chunks[0]).is_delta, "it has given its chunks away"
+    assert not change_to(first, 0, chunks[0]).is_delta, "it has given its chunks away"
     assert all(torch.equal(kept._chunks[n], chunk) for n, chunk in chunks.items())
 
 
@@ -25,7 +35,7 @@ def test_an_image_holds_what_its_update_brought() -> None:
     """A chunk that another rank sent this time must not be the base of a later delta here."""
     first = {chunk: torch.full((64,), chunk, dtype=torch.uint8) for chunk in range(2)}
     image = Image("1", {}).advance({c: Change(v, is_delta=False) for c, v in first.items()}, "1")
-    change = image.change_to(0, torch.full((64,), 9, dtype=torch.uint8))
+    change = change_to(image, 0, torch.full((64,), 9, dtype=torch.uint8))
     later = image.advance({0: change}, "2")
-    assert not later.change_to(1, first[1]).is_delta, "whole, since nothing is known of it"
-    assert later.change_to(0, torch.full((64,), 9, dtype=torch.uint8)).is_delta
+    assert not change_to(later, 1, first[1]).is_delta, "whole, since nothing is known of it"
+    assert change_to(later, 0, torch.full((64,), 9, dtype=torch.uint8)).is_delta
