@@ -10,9 +10,8 @@ from benchmarks import environment
 def test_a_copy_of_the_tree_names_its_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(environment.COMMIT_VARIABLE, "abc1234")
-    assert environment.commit(tmp_path) == "abc1234"
     (tmp_path / ".git").mkdir()  # a copy's repository is not that of the tree; git would fail in it
+    monkeypatch.setenv(environment.COMMIT_VARIABLE, "abc1234")
     assert environment.commit(tmp_path) == "abc1234"
     monkeypatch.delenv(environment.COMMIT_VARIABLE)
     (tmp_path / ".git").rmdir()

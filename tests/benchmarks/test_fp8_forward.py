@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import fp8_forward
 from benchmarks.benchmark import Run
-from benchmarks.tables.fp8_forward import mismatch
 from sgl_fp8rl.ops import block_linear
 from tests.test_imports import loaded_by
 
@@ -44,31 +43,6 @@ def test_a_product_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(block_linear, "linear", lambda x, *codes: linear(x, *codes) * 1.1)
     with pytest.raises(RuntimeError, match="is off by"):
         fp8_forward.check(shape, 32, torch.device("cpu"))
-
-
-def test_the_mismatch_is_set_against_that_of_bf16() -> None:
-    k3 = {
-        ("bf16", "BF16"): 0.001,
-        ("bf16", "BF16, FP8 KV"): 0.008,
-        ("bf16", "FP8"): 0.04,
-        ("bf16", "FP8, FP8 KV"): 0.05,
-        ("fp8_forward", "FP8"): 0.012,
-        ("fp8_forward", "FP8, FP8 KV"): 0.03,
-        ("fp8_forward, FP8 KV", "FP8, FP8 KV"): 0.0155,
-        ("fp8_forward, trained", "FP8"): 0.013,
-    }
-    rows = [
-        {"model": "m", "arm": arm, "case": case, "metric": "k3", "median": value}
-        for (arm, case), value in k3.items()
-    ]
-    rows.append(rows[-1] | {"metric": "steps", "median": 200.0})
-    facts = {"device": "A GPU", "date": "2026-01-01", "commit": "abc1234"}
-    found = mismatch({"rows": rows, "failures": {}, "environment": facts}).splitlines()
-    assert found[0].endswith("| after 200 steps |")
-    assert found[2:4] == [
-        "| m | BF16 | 0.001 | 0.04 (40x) | 0.012 (30% left) |  | 0.013 |",
-        "| m | FP8 | 0.001 | 0.05 (50x) | 0.03 (60% left) | 0.015 (31% left) |  |",
-    ]
 
 
 def test_no_engine_is_loaded() -> None:

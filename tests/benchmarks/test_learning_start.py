@@ -27,25 +27,21 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("size", study.SHAPES)
-def test_dimensions_suit_block_fp8(size: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "least", "most"), [("tiny", 1e5, 1e7), ("full", 1e8, 2e8), ("large", 5e8, 1e9)]
+)
+def test_a_size_suits_block_fp8_and_a_step_the_cache(size: str, least: float, most: float) -> None:
     with torch.device("meta"):
         made = study.build(size, seed=0)
     for name, weight in made.named_parameters():
         if "_proj" in name:
             assert all(n % 128 == 0 for n in weight.shape[-2:]), name
-    least, most = {"tiny": (1e5, 1e7), "full": (1e8, 2e8), "large": (5e8, 1e9)}[size]
     assert least < made.num_parameters() < most
-
-
-@pytest.mark.parametrize("size", ["full", "large"])
-def test_requests_of_a_step_fit_into_the_cache(size: str) -> None:
     settings = SIZES[size]
     problems = tasks.draw_problems(400, "a", levels=settings.levels)
     longest = max(len(problem.prompt) for problem in problems)
     longest += tasks.max_new_tokens(settings.levels)
-    with torch.device("meta"):
-        assert longest < study.build(size, 0).config.max_position_embeddings
+    assert longest < made.config.max_position_embeddings
     room = study.ENGINE["cuda"]["max_total_tokens"]
     assert settings.prompts * settings.group * longest <= room
 

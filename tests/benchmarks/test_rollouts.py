@@ -1,12 +1,45 @@
-"""Conversations of several turns: what each turn sends, and what is reported."""
+"""Whole rollouts: a long tail of lengths, and conversations of several turns."""
 
 import asyncio
 import itertools
+from statistics import median
 from typing import Any
 
 import pytest
 
-from benchmarks import multi_turn
+from benchmarks import long_tail, multi_turn
+
+LOG = """Decode batch, #running-req: 9, #token: 90, token usage: 0.11, cuda graph: True
+the rollout begins
+Decode batch, #running-req: 100, #token: 900, token usage: 0.90, cuda graph: True, gen
+KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 5
+Decode batch, #running-req: 50, #token: 500, token usage: 0.50, cuda graph: True, gen
+"""
+
+
+def test_lengths_are_seeded_and_have_a_long_tail() -> None:
+    lengths = long_tail.output_lengths(20_000)
+    assert lengths[:512] == long_tail.output_lengths(512)
+    assert median(lengths) == pytest.approx(long_tail.MEDIAN, rel=0.03)
+    assert max(lengths) == long_tail.CAP and min(lengths) >= 1
+    assert 1300 < sum(lengths) / len(lengths) < 1375  # 1338: a lognormal's mean is above its median
+
+
+def test_demand_is_more_than_bf16_may_hold() -> None:
+    # all three at 10 tokens, then two at 20, then one at 100
+    assert long_tail.peak_tokens([10, 20, 100]) == 3 * (256 + 10)
+    assert long_tail.peak_tokens([10, 5000]) == 256 + 5000
+    lengths = long_tail.output_lengths(512)
+    share = long_tail.pool_share(lengths, 780_000)
+    assert share < 1.0
+    assert long_tail.peak_tokens(lengths) / (share * 780_000) == pytest.approx(long_tail.DEMAND)
+    assert long_tail.pool_share(long_tail.output_lengths(4096), 780_000) == 1.0  # even more
+
+
+def test_usage_is_that_of_the_rollout() -> None:
+    assert long_tail.usage(LOG) == {"running_requests": [75.0]}
+    with pytest.raises(ValueError, match="no line of a decode"):
+        long_tail.usage(LOG.partition(long_tail.BEGINS)[0])
 
 
 class FakeEngine:
@@ -47,8 +80,7 @@ def test_a_turn_sends_all_that_was_said_before() -> None:
 def test_conversations_differ_and_are_seeded() -> None:
     work = multi_turn.conversations(1, 3, 4096)
     assert work == multi_turn.conversations(1, 3, 4096) != multi_turn.conversations(2, 3, 4096)
-    texts = [tuple(text) for given in work for text in given]
-    assert len(set(texts)) == len(texts) == 3 * multi_turn.TURNS
+    assert len({tuple(text) for given in work for text in given}) == 3 * multi_turn.TURNS
 
 
 def test_a_short_answer_is_an_error() -> None:
