@@ -8,16 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from sgl_fp8rl.protocol.host_memory import HostMemory
-from tests.sgl_fp8rl.receiver import toy
-from tests.trainer_bridge import fake_ipc, ranks
-from tests.trainer_bridge.test_placed_shards import (
-    COLLECTIVE_TIMEOUT_S,
-    WORLD,
-    GpuEngine,
-    Trainer,
-)
+from tests.trainer_bridge import fake_ipc
+from tests.trainer_bridge.shards_job import Trainer, run
 from trainer_bridge.shards.placed_shards import PlacedShards, ShardRegistry
-from trainer_bridge.updates.update import update
 
 FIRST, SECOND = "attn.q.weight", "attn.k.weight"
 """Of one shape."""
@@ -28,7 +21,7 @@ class Changes:
 
     def __init__(self, memories: fake_ipc.Memories, rank: int) -> None:
         self._memories, self._rank = memories, rank
-        self.named = Trainer(memories, rank, torch.bfloat16).named
+        self.named = Trainer(memories, rank).named
         self._kept: list[Any] = []
 
     def swap_the_shard(self) -> None:
@@ -88,49 +81,26 @@ class Changes:
         return content.view(shard.dtype).view(shard.shape).copy_(shard)
 
 
-def told_anew(rank: int, folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        memories, _ = fake_ipc.install(patch)
-        changes, registry = Changes(memories, rank), ShardRegistry()
+def told_anew(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
+    memories, _ = fake_ipc.install(patch)
+    changes, registry = Changes(memories, rank), ShardRegistry()
 
-        def place() -> PlacedShards | str | None:
-            return registry.place(list(changes.named.items()))
+    def place() -> PlacedShards | str | None:
+        return registry.place(list(changes.named.items()))
 
-        assert isinstance(place(), PlacedShards)
-        for name, change in vars(Changes).items():
-            if name.startswith("_") or name == "shard":
-                continue
-            known = place()
-            assert isinstance(known, str), name
-            assert place() == known, "the control: nothing has changed"
-            change(changes)
-            assert isinstance(place(), PlacedShards), name
-
-
-def not_read_where_they_lay(rank: int, folder: Path) -> None:
-    """The memory of before is still there, with old values."""
-    with pytest.MonkeyPatch.context() as patch:
-        memories, interpreter = fake_ipc.install(patch)
-        trainer = Trainer(memories, rank, torch.bfloat16)
-        engine = GpuEngine(interpreter.writable) if rank == 0 else None
-        moved, cast_at = 2, 5
-        for version in range(8):
-            if version == moved:
-                for tensor in trainer.named.values():
-                    parameter: Any = tensor
-                    shard = parameter._local_tensor
-                    content = memories.allocate(max(shard.nbytes, 2))[: shard.nbytes]
-                    parameter._local_tensor = content.view(shard.dtype).view(shard.shape)
-            if version == cast_at:
-                trainer = Trainer(memories, rank, torch.float32)
-            tensors = toy.checkpoint(version)
-            result = update(trainer.become(tensors), engine, version=version)
-            assert engine is None or engine.holds(tensors), version
-            assert (result.mapped_bytes > 0) == (version not in (0, moved, cast_at)), version
+    assert isinstance(place(), PlacedShards)
+    for name, change in vars(Changes).items():
+        if name.startswith("_") or name == "shard":
+            continue
+        known = place()
+        assert isinstance(known, str), name
+        assert place() == known, "the control: nothing has changed"
+        change(changes)
+        assert isinstance(place(), PlacedShards), name
 
 
 @pytest.mark.guarantee("memory", fault="shards that are swapped, cast, tied or moved")
-@pytest.mark.parametrize("case", [told_anew, not_read_where_they_lay])
 @pytest.mark.timeout(240)
-def test_what_changed_is_not_read_where_it_lay(tmp_path: Path, case: Any) -> None:
-    ranks.run(case, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)
+def test_what_changed_is_told_anew(tmp_path: Path) -> None:
+    """Where it is told, ``test_placed_shards.py`` has what engines hold then."""
+    run([told_anew], tmp_path)

@@ -1,7 +1,6 @@
 """Four ranks gather what they hold, and the first one fills the bucket."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
-from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
+from tests.trainer_bridge.shards_job import counted_gathers
+from tests.trainer_bridge.test_update import SMALL, engine_of, failing, holds
 from trainer_bridge.sources.parameters import Source
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.updates.update import update
 
 WORLD = 4
 COLLECTIVE_TIMEOUT_S = 30
-SMALL = 2 * 128 * 256 * 2
-"""A slot holds 128 rows of the widest matrix, so that there are several chunks."""
 
 
 def meshes() -> dict[str, tuple[DeviceMesh, tuple[Any, ...]]]:
@@ -60,38 +58,17 @@ def outcome(named: dict[str, torch.Tensor], engine: Any, version: int) -> str:
     return found
 
 
-class Engine(FakeEngine):
-    """Of two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__([toy.engine(toy.toy(r, 2), toy.SHAPES) for r in range(2)], SMALL)
-
-    def holds(self, tensors: toy.Tensors) -> bool:
-        return all(
-            toy.same(toy.contents(w.model), toy.expected(tensors, r, 2))
-            for r, w in enumerate(self.ranks)
-        )
-
-
 def gather(rank: int, folder: Path) -> None:
     logging.disable(logging.CRITICAL)
-    engine = Engine() if rank == 0 else None
-    gathers: list[torch.Size] = []
-    full_tensor = DTensor.full_tensor
-
-    def counted(tensor: DTensor, **options: Any) -> torch.Tensor:
-        gathers.append(tensor.shape)
-        return full_tensor(tensor, **options)
-
-    DTensor.full_tensor = counted  # type: ignore[method-assign]
-    version = 0
+    engine = engine_of(2, SMALL) if rank == 0 else None
+    gathers, version = counted_gathers(pytest.MonkeyPatch()), 0
     for name, (mesh, placements) in meshes().items():
         for dtype in (torch.bfloat16, torch.float32):
             tensors = toy.checkpoint(version)
             named = distributed({n: t.to(dtype) for n, t in tensors.items()}, mesh, placements)
             gathers.clear()
             assert not outcome(named, engine, version), name
-            assert engine is None or engine.holds(tensors), (name, dtype)
+            assert engine is None or holds(engine, tensors), (name, dtype)
             assert len(gathers) == len(tensors), name
             version += 1
 
@@ -103,7 +80,7 @@ def gather(rank: int, folder: Path) -> None:
         assert "no room" in outcome(named, engine, version)
     assert engine is None or engine.ranks[0].state is State.QUARANTINED
     assert not outcome(named, engine, version)
-    assert engine is None or engine.holds(tensors)
+    assert engine is None or holds(engine, tensors)
     version += 1
 
     # another one does, and no longer takes part: their collective fails
@@ -115,19 +92,7 @@ def gather(rank: int, folder: Path) -> None:
     if engine is not None:
         assert engine.ranks[0].state is State.QUARANTINED
         update(tensors, engine, version=version)  # alone, with all of the weights
-        assert engine.holds(tensors)
-
-
-def failing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but for the sixth time."""
-    left = iter(range(5))
-
-    def failing_late(*args: Any) -> Any:
-        if next(left, None) is None:
-            raise MemoryError("no room")
-        return call(*args)
-
-    return failing_late
+        assert holds(engine, tensors)
 
 
 @pytest.mark.timeout(240)

@@ -19,8 +19,8 @@ from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import fake_ipc, ranks
 from tests.trainer_bridge.served import left, served
+from tests.trainer_bridge.shards_job import GpuEngine, Trainer
 from tests.trainer_bridge.test_gathering import distributed
-from tests.trainer_bridge.test_placed_shards import GpuEngine, Trainer
 from tests.trainer_bridge.test_update import SMALL, engine_of
 from trainer_bridge import update
 from trainer_bridge.engines.engine_client import EngineError
@@ -132,7 +132,7 @@ def killed_beside_its_shards(rank: int, folder: Path, engines: list[str], die: D
     logging.disable(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:
         memories, _ = fake_ipc.install(patch)
-        trainer = Trainer(memories, rank, torch.bfloat16)
+        trainer = Trainer(memories, rank)
         for version in range(3):
             update(trainer.become(toy.checkpoint(version)), engines, version=version)
         # the package's ``update`` is the function

@@ -18,9 +18,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import fake_ipc, ranks
-from tests.trainer_bridge.test_gathering import Engine
-from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, mapped_bytes
-from tests.trainer_bridge.test_shard_codes import Elsewhere
+from tests.trainer_bridge.shards_job import (
+    CODED,
+    Elsewhere,
+    GpuEngine,
+    counted_gathers,
+    mapped_bytes,
+)
+from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.shards.shard_ranges import assign, held_here
 from trainer_bridge.updates.update import update
 
@@ -193,23 +198,19 @@ def follows(
         memories: of a trainer and an engine on GPUs; none where both are on CPUs.
         is_elsewhere: these are other GPUs than the trainer's.
     """
-    gathered: list[torch.Size] = []
-    full_tensor = DTensor.full_tensor
     named = kind.hold(toy.checkpoint(0))
     if memories is not None and kind.on_gpu:
         named = moved(named, memories)
     spread = set(named) - kind.plain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            DTensor, "full_tensor", lambda t, **o: gathered.append(t.shape) or full_tensor(t, **o)
-        )
+        gathered = counted_gathers(patch)
         for version in range(UPDATES):
             where = kind.hold.__name__, memories is not None, is_elsewhere, version
             tensors = toy.checkpoint(version)
             become(named, kind.hold(tensors))
             gathered.clear()
             result = update(named, engine, version=version)
-            assert engine is None or engine.holds(tensors), where
+            assert engine is None or holds(engine, tensors), where
             reads = memories is not None and kind.on_gpu and version > 0
             wanted = kind.gathered if reads else spread
             assert sorted(gathered) == sorted(named[name].shape for name in wanted), where
@@ -221,14 +222,14 @@ def follows(
 def each_kind(rank: int, folder: Path) -> None:
     logging.disable(logging.CRITICAL)
     for kind in KINDS:
-        follows(kind, Engine() if rank == 0 else None, None)
+        follows(kind, engine_of(2, SMALL) if rank == 0 else None, None)
         ranks.meet(rank, folder, f"cpu-{kind.hold.__name__}", WORLD)
         for make in (GpuEngine, Elsewhere):
             with pytest.MonkeyPatch.context() as patch:
                 memories, interpreter = fake_ipc.install(patch)
                 engine = make(interpreter.writable) if rank == 0 else None
                 follows(kind, engine, memories, make is Elsewhere)
-            ranks.meet(rank, folder, f"{make.__name__}-{kind.hold.__name__}", WORLD)
+            ranks.meet(rank, folder, f"{make is Elsewhere}-{kind.hold.__name__}", WORLD)
 
 
 @pytest.mark.guarantee("all-or-none", fault="each placement of FSDP2 and tensor parallelism")

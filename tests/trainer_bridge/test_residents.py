@@ -7,7 +7,8 @@ import torch
 
 from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import fake_ipc
-from tests.trainer_bridge.test_placed_shards import GpuEngine
+from tests.trainer_bridge.shards_job import GpuEngine
+from tests.trainer_bridge.test_update import holds
 from trainer_bridge.transfer.packer import QuantizePacker
 from trainer_bridge.updates.update import update
 from trainer_bridge.ways import sender
@@ -44,7 +45,7 @@ def test_no_parameter_is_put_in_by_itself(
     for version in range(3):
         tensors = toy.checkpoint(version)
         result = update(moved(memories, tensors), engine, version=version)
-        assert engine.holds(tensors)
+        assert holds(engine, tensors)
         assert result.mapped_bytes == 0
     writer = list(engine.ranks[0]._writers.values())[-1]
     assert len(writer.chunks) > 4
@@ -54,7 +55,7 @@ def test_no_parameter_is_put_in_by_itself(
     with pytest.raises(Exception, match=r"experts\.1\.up\.weight holds NaN"):
         update(moved(memories, bad), engine, version=3)
     update(moved(memories, tensors), engine, version=4)
-    assert engine.holds(tensors)
+    assert holds(engine, tensors)
 
 
 def test_what_does_not_lie_as_it_is_sent_is_put_in_by_itself(
@@ -64,11 +65,11 @@ def test_what_does_not_lie_as_it_is_sent_is_put_in_by_itself(
     memories, engine = shared
     tensors = toy.checkpoint(0)
     update(moved(memories, tensors, shift=4), engine, version=0)  # not aligned
-    assert engine.holds(tensors)
+    assert holds(engine, tensors)
     mixed = moved(memories, tensors)
     mixed["norm.weight"] = mixed["norm.weight"].clone()  # memory that is not shared
     update(mixed, engine, version=1)
-    assert engine.holds(tensors)
+    assert holds(engine, tensors)
     monkeypatch.setattr(QuantizePacker, "put", refuse)
     with pytest.raises(AssertionError, match="by itself"):
         update(moved(memories, tensors, shift=4), engine, version=2)
