@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
+from tests.trainer_bridge.test_http_requests import started, url_of
 from trainer_bridge.engines import http_requests
 from trainer_bridge.engines.engine_client import EngineError, HTTPEngine, InProcessEngine, connect
 
@@ -59,18 +60,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     thread.join(10)
 
 
-@pytest.mark.parametrize("engine", [None, 3, object(), [], {"control": 1}])
+class Stock:
+    """An engine without the plugin."""
+
+    def generate(self) -> None: ...
+
+
+@pytest.mark.parametrize("engine", [None, 3, object(), [], {"control": 1}, Stock()])
 def test_connect_refuses_what_is_no_engine(engine: Any) -> None:
     with pytest.raises(EngineError, match=f"{type(engine).__name__} .*quantization='fp8rl'"):
         connect(engine)
-
-
-def test_connect_refuses_an_engine_without_the_plugin() -> None:
-    class Stock:
-        def generate(self) -> None: ...
-
-    with pytest.raises(EngineError, match=r"Stock .*quantization='fp8rl'"):
-        connect(Stock())
 
 
 @pytest.mark.parametrize(
@@ -161,33 +160,19 @@ def test_each_request_has_its_own_reply_or_error(server: Server) -> None:
         (500, [1], "/fp8rl answered 500: [1]"),
         (500, "text", '/fp8rl answered 500: "text"'),
         (500, b"\xff\xfe", "/fp8rl answered 500: "),
+        *((400, body, "/fp8rl answered 400: ") for body in ("a page", None, [1], b"[" * 100_000)),
+        *((200, body, "is it an fp8rl server?") for body in ("a page", None, [1])),
+        *((200, body, "is it up?") for body in (b"<html>", b"", b"\xff", b"[" * 100_000)),
     ],
 )
-def test_http_errors_become_sentences(
+def test_what_is_no_reply_becomes_a_sentence(
     server: Server, status: int, body: Any, sentence: str
 ) -> None:
     server.answers(status, body)
     with pytest.raises(EngineError) as caught:
         connect(server.address).control({"op": "layout"})
-    assert caught.value.status == status
-    assert sentence in str(caught.value)
-
-
-@pytest.mark.parametrize("body", [b"<html>hello</html>", b"", b"\xff"])
-def test_a_page_instead_of_a_reply(server: Server, body: bytes) -> None:
-    server.answers(200, body)
-    with pytest.raises(EngineError, match=server.address) as caught:
-        connect(server.address).control({"op": "layout"})
-    assert caught.value.status is None
-
-
-@pytest.mark.parametrize("status", [200, 400])
-@pytest.mark.parametrize("body", [[1], "a page", None, b"[" * 100_000])
-def test_a_reply_of_another_kind(server: Server, status: int, body: Any) -> None:
-    server.answers(status, body)
-    with pytest.raises(EngineError) as fault:
-        connect(server.address).control({"op": "layout"})
-    assert 16 < len(str(fault.value)) < 400
+    assert caught.value.status == (None if status == 200 else status)
+    assert sentence in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_nobody_listens() -> None:
@@ -202,7 +187,7 @@ def test_nobody_listens() -> None:
 def test_a_server_that_hangs() -> None:
     """It has taken the request; others must not wait for it for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = connect(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        client = connect(url_of(listener).removesuffix("/generate"))
         began = time.monotonic()
         with pytest.raises(EngineError, match="cannot be reached"):
             client.control({"op": "begin"}, 0.3)
@@ -235,9 +220,8 @@ def test_a_server_that_breaks_off(answer: bytes) -> None:
                 peer.recv(65536)
                 peer.sendall(answer)
 
-        thread = threading.Thread(target=once, daemon=True)
-        thread.start()
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = started(once)
+        address = url_of(listener).removesuffix("/generate")
         with pytest.raises(EngineError, match=address) as fault:
             HTTPEngine(address, None).control({})
         assert len(str(fault.value)) < 400 and "\n" not in str(fault.value)
@@ -333,9 +317,7 @@ def test_a_refused_generation_loses_one_request(
     engine.fault = fault
     one, two, three = connect(engine).sample([{"input_ids": [i]} for i in (1, 2, 3)])
     assert (one, three) == ({"output_ids": [1]}, {"output_ids": [3]})
-    assert isinstance(two, EngineError)
-    assert two.status == status
-    assert "it broke off" in str(two)
+    assert isinstance(two, EngineError) and two.status == status and "it broke off" in str(two)
 
 
 @pytest.mark.parametrize("has_fastapi", [True, False])

@@ -55,36 +55,23 @@ class TorchLaunch:
         for descriptor in self.descriptors:
             self._run(descriptor, several[descriptor.segment], status)
 
-    def _run(self, descriptor: CopyDescriptor, base: int, status: Any) -> None:
-        dtype = self.dtype
-        address = base + descriptor.source
-        source = boxed(
-            address,
-            descriptor.rows,
-            descriptor.cols,
-            descriptor.source_stride,
-            descriptor.source_dtype,
-        )
-        target = boxed(
-            descriptor.target,
-            descriptor.rows,
-            descriptor.cols,
-            descriptor.target_stride,
-            descriptor.target_dtype,
-        )
+    def _run(self, box: CopyDescriptor, base: int, status: Any) -> None:
+        size = box.rows, box.cols
+        source = boxed(base + box.source, *size, box.source_stride, box.source_dtype)
+        target = boxed(box.target, *size, box.target_stride, box.target_dtype)
         status.tiles += 1
         status.started += 1
         if not bool(torch.isfinite(source.float()).all()):
-            status.bad = descriptor.tag
+            status.bad = box.tag
             return
-        if descriptor.scales:
-            shape = num_blocks(descriptor.rows), num_blocks(descriptor.cols)
-            scales = boxed(descriptor.scales, *shape, descriptor.scale_stride, torch.float32)
-            codes, scale = quantize_weight(source.to(dtype))
+        if box.scales:
+            shape = num_blocks(box.rows), num_blocks(box.cols)
+            scales = boxed(box.scales, *shape, box.scale_stride, torch.float32)
+            codes, scale = quantize_weight(source.to(self.dtype))
             target.copy_(codes)
             scales.copy_(scale)
         else:
-            assert descriptor.target_dtype == source.dtype or source.dtype != FP8_DTYPE
+            assert box.target_dtype == source.dtype or source.dtype != FP8_DTYPE
             target.copy_(source)
 
 
@@ -114,17 +101,18 @@ def in_torch() -> Any:
         yield
 
 
-def packer_of(plan: TransferPlan, bucket: torch.Tensor) -> QuantizePacker:
+def packer_of(plan: TransferPlan) -> tuple[QuantizePacker, torch.Tensor]:
+    """What fills a bucket, and the bucket."""
+    bucket = torch.full((plan.manifest.bucket_bytes,), 0xA5, dtype=torch.uint8)
     packer = QuantizePacker(plan, bucket, BF16)
     packer.begin()
-    return packer
+    return packer, bucket
 
 
 def replay(plan: TransferPlan, named: Named) -> dict[str, torch.Tensor]:
     """What the engine reads of each HF tensor, scales included, chunk by chunk."""
     specs = plan.manifest.tensors
-    bucket = torch.full((plan.manifest.bucket_bytes,), 0xA5, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, bucket = packer_of(plan)
     found = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
     turns = list(plan.turns)
     for number, chunk in enumerate(plan.chunks):
@@ -134,12 +122,9 @@ def replay(plan: TransferPlan, named: Named) -> dict[str, torch.Tensor]:
             packer.put(source, whole if is_aligned(whole) else whole.clone(), number)
         packer.complete(number)
         for chunk_slice in chunk:
-            rows = (
-                found[chunk_slice.name][slice(*chunk_slice.rows)]
-                if specs[chunk_slice.name].shape
-                else None
-            )
-            target = found[chunk_slice.name] if rows is None else rows
+            target = found[chunk_slice.name]
+            if target.dim():
+                target = target[slice(*chunk_slice.rows)]
             stop = chunk_slice.offset + target.numel() * target.itemsize
             target.copy_(bucket[chunk_slice.offset : stop].view(target.dtype).view(target.shape))
     packer.finish()
@@ -195,12 +180,16 @@ def test_codes_and_scales_are_those_of_the_reference(
         for name, cut in source.cuts:
             weight = cut(tensor).to(source.sent_as)
             if name in quantized:
-                codes, scale = quantize_weight(weight)
-                assert torch.equal(found.pop(name).view(torch.uint8), codes.view(torch.uint8))
-                assert torch.equal(found.pop(name + SCALE_SUFFIX), scale)
+                check_codes(found, name, weight)
             else:
                 assert torch.equal(found.pop(name), weight)
     assert not found
+
+
+def check_codes(found: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> None:
+    codes, scale = quantize_weight(weight)
+    assert torch.equal(found.pop(name).view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found.pop(name + SCALE_SUFFIX), scale)
 
 
 def plan_of(
@@ -219,13 +208,13 @@ def test_half_of_the_bytes_are_sent() -> None:
 
 
 def test_codes_that_the_trainer_made_go_as_they_are() -> None:
-    codes, scale = quantize_weight(torch.randn(300, 200))
+    weight = torch.randn(300, 200)
+    codes, scale = quantize_weight(weight)
     named = [("w", codes), ("w" + SCALE_SUFFIX, scale)]
     plan = plan_of(named, {"w"})
     assert [span.scales for spans in plan.spans for span in spans] == [-1] * len(plan.turns)
-    found = replay(plan, named)
-    assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(found["w" + SCALE_SUFFIX], scale)
+    assert plan.manifest.nbytes == 300 * 200 + 3 * 2 * 4
+    check_codes(replay(plan, named), "w", weight)
 
 
 @pytest.mark.parametrize("start", range(9))
@@ -235,9 +224,7 @@ def test_a_parameter_may_begin_anywhere(start: int) -> None:
     weight = flat[start:].view(200, 130)
     named = [("w", weight), ("v", weight[3, 1:6])]
     found = replay(plan_of(named, {"w"}), named)
-    codes, scale = quantize_weight(weight)
-    assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(found["w" + SCALE_SUFFIX], scale)
+    check_codes(found, "w", weight)
     assert torch.equal(found["v"], named[1][1])
 
 
@@ -246,8 +233,7 @@ def test_what_is_resident_takes_one_launch_a_part() -> None:
     named = [(f"w{number}", torch.randn(128, 128).to(BF16)) for number in range(6)]
     plan = plan_of(named, {name for name, _ in named}, 1 << 16, resident=(0, 1, 2, 5))
     assert len(plan.chunks) > 1
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, _ = packer_of(plan)
     for number in range(len(plan.chunks)):
         mine = [source for chunk, source in plan.turns if chunk == number]
         for source in mine:
@@ -263,8 +249,7 @@ def test_what_is_resident_takes_one_launch_a_part() -> None:
 def test_what_was_put_before_a_failure_is_forgotten() -> None:
     named = [("v", torch.ones(128, 128, dtype=BF16)), ("w", torch.ones(128, 128, dtype=BF16))]
     plan = plan_of(named, {"v", "w"}, 1 << 16, resident=(0, 1))
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, _ = packer_of(plan)
     packer.put(0, torch.full((128, 128), float("nan"), dtype=BF16), 0)
     packer.begin()
     for chunk, source in plan.turns:
@@ -275,10 +260,9 @@ def test_what_was_put_before_a_failure_is_forgotten() -> None:
 
 def test_a_trainer_without_triton_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of([("w", torch.ones(128, 128, dtype=BF16))], {"w"})
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
     monkeypatch.setitem(sys.modules, weight_quant_triton.__name__, None)
     with pytest.raises(EngineError, match=r"cannot quantize without Triton .*pip install triton"):
-        packer_of(plan, bucket)
+        packer_of(plan)
 
 
 def test_what_is_mapped_is_quantized_by_the_engine() -> None:
@@ -292,8 +276,7 @@ def test_what_is_mapped_is_quantized_by_the_engine() -> None:
 def test_nan_is_found_before_commit_and_forgotten_after(bad: float) -> None:
     named = [("v", torch.ones(5)), ("w", torch.ones(256, 128, dtype=BF16))]
     plan = plan_of(named, {"w"})
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, _ = packer_of(plan)
     named[1][1][200, 3] = bad
     for healthy in (False, True):
         if healthy:
@@ -313,8 +296,7 @@ def test_boxes_that_were_not_written_are_missed() -> None:
     """As when a kernel ends early."""
     named = [("w", torch.ones(512, 128, dtype=BF16))]
     plan = plan_of(named, {"w"})
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, _ = packer_of(plan)
     chunk, source = plan.turns[0]
     packer.put(source, named[source][1], chunk)
     cast(Any, packer)._status.tiles -= 1
