@@ -34,7 +34,7 @@ from tests.trainer_bridge.test_far_engine import (
     step,
 )
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
-from tests.trainer_bridge.test_killed_follower import AFTER, Watched
+from tests.trainer_bridge.test_killed_rank import AFTER, Watched
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from tests.trainer_bridge.test_sender import layout
 from trainer_bridge import update
