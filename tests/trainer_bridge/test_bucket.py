@@ -110,24 +110,18 @@ def content(bucket: Bucket) -> bytes:
     return bucket.content.numpy().tobytes()
 
 
-def test_every_rank_reads_what_was_put(tmp_path: Path, way: Way, filled: Make) -> None:
-    ranks, bucket = [way.rank(tmp_path), way.rank(tmp_path)], filled()
-    way.send(bucket, ranks)
-    for rank in ranks:
-        rank.join()
-        assert rank.chunks == [content(bucket)]
-        assert rank.ops() == ["hello", "bucket", "chunk", "commit"]
-
-
 def test_it_is_opened_once_and_read_over_sessions(tmp_path: Path, way: Way, filled: Make) -> None:
-    rank, bucket, put = way.rank(tmp_path, sessions=3), filled(), []
+    """By every rank."""
+    ranks, bucket, put = [way.rank(tmp_path, sessions=3) for _ in range(2)], filled(), []
     for _ in range(3):
         bucket.content.random_(256)
         put.append(content(bucket))
-        way.send(bucket, [rank])
-    rank.join()
-    assert rank.chunks == put
-    assert rank.ops() == ["hello", "bucket", "chunk", "commit", *["hello", "chunk", "commit"] * 2]
+        way.send(bucket, ranks)
+    for rank in ranks:
+        rank.join()
+        assert rank.chunks == put
+        wanted = ["hello", "bucket", "chunk", "commit", *["hello", "chunk", "commit"] * 2]
+        assert rank.ops() == wanted
 
 
 def test_ranks_that_lost_it_open_it_again(tmp_path: Path, way: Way, filled: Make) -> None:
@@ -167,25 +161,26 @@ def test_a_rank_that_cannot_open_it(tmp_path: Path, way: Way, filled: Make, answ
 
 
 def test_buckets_of_one_handle_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SimpleNamespace(
-        close=lambda: None,
-        handle=lambda: Handle("ab" * 64, NBYTES, fake_ipc.GPU),
-        tensor=torch.empty(NBYTES, dtype=torch.uint8),
-    )
+    memory = driver_memory(lambda: Handle("ab" * 64, NBYTES, fake_ipc.GPU), [])
     monkeypatch.setattr(bucket_module, "DeviceMemory", lambda nbytes, device: memory)
     first, second = (Bucket(NBYTES, torch.device("cuda", 0)) for _ in range(2))
     assert first._message["handle"] == second._message["handle"]
     assert first.name != second.name
 
 
+def driver_memory(handle: Callable[[], Handle], closed: list[bool]) -> SimpleNamespace:
+    tensor = torch.empty(NBYTES, dtype=torch.uint8)
+    return SimpleNamespace(close=lambda: closed.append(True), handle=handle, tensor=tensor)
+
+
 def test_a_bucket_on_a_system_without_cuda_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is freed, and the caller may turn to host memory."""
-    closed = []
+    closed: list[bool] = []
 
     def refuse() -> Handle:
         raise CudaMemoryError("not supported")
 
-    memory = SimpleNamespace(close=lambda: closed.append(True), handle=refuse, tensor=None)
+    memory = driver_memory(refuse, closed)
     monkeypatch.setattr(bucket_module, "DeviceMemory", lambda nbytes, device: memory)
     with pytest.raises(UnreachableMemoryError, match="not supported") as refused:
         Bucket(NBYTES, torch.device("cuda", 0))
