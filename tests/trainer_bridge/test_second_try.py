@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.protocol.policy import CHECKPOINT
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_fsdp import failure, run, toy_trainer
@@ -18,7 +17,7 @@ from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.sources.weights_digest import weights_digest
 from trainer_bridge.updates import weights
-from trainer_bridge.updates.update import update
+from trainer_bridge.updates.update import RUN, update
 from trainer_bridge.updates.weights import WholeModel
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,23 +55,35 @@ def test_other_weights_are_refused(late: Late, alone: bool) -> None:
     assert all(serves(each, 1, changed) for each in (engine, other))
 
 
-@pytest.mark.guarantee("several-engines", fault="a second try brings other weights")
+@pytest.mark.guarantee(
+    "runs", fault="the connection is cut after the commit, and the trainer tries again"
+)
+@pytest.mark.guarantee("runs", fault="the answer to a commit is lost, and the weights change")
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_other_weights_are_refused_where_every_engine_was_required(is_restarted: bool) -> None:
-    """The second one commits, but its answer is lost: nothing is to be sent, and engines would go
-    on with what they have. Or it starts anew then, with nothing."""
-    engines, tensors = [engine_of(2), engine_of(1)], toy.checkpoint()
-    engines[1].lost = ["end"]
-    with pytest.raises(EngineError, match="committed on 1 of 2"):
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_commit_whose_answer_was_lost(others: int, is_restarted: bool) -> None:
+    """Nothing is to be sent, and the engines would go on with what they have; or the one whose
+    answer is lost starts anew then, with nothing."""
+    lost, rest, tensors = engine_of(2), [engine_of(1)] * others, toy.checkpoint()
+    engines, other = [*rest, lost] if rest else lost, toy.checkpoint(1)
+    lost.lost = ["end"]
+    with pytest.raises(EngineError, match="cut"):
         update(tensors, engines, version=0)
     if is_restarted:
-        engines[1].ranks = engine_of(1).ranks
-    with pytest.raises(ManifestError, match="have changed since an earlier try"):
-        update(toy.checkpoint(1), engines, version=0)
-    assert serves(engines[0], 0, tensors)
-    assert (engines[1].ranks[0].policy == CHECKPOINT) == is_restarted
-    assert (update(tensors, engines, version=0).bytes > 0) == is_restarted
-    assert all(serves(each, 0, tensors) for each in engines)
+        lost.ranks = engine_of(2).ranks
+    if rest or not is_restarted:
+        with pytest.raises(ManifestError, match="have changed since an earlier try"):
+            update(other, engines, version=0)
+    held = rest if is_restarted else [*rest, lost]
+    assert all(serves(each, 0, tensors) for each in held)
+    again = update(tensors, engines, version=0)
+    assert (again.run, again.version, again.bytes > 0) == (RUN, 0, is_restarted)
+    assert all(serves(each, 0, tensors) for each in [*rest, lost])
+    # the control: a version whose commit was answered is old
+    with pytest.raises(EngineError, match="version 0 is not newer"):
+        update(tensors, engines, version=0)
+    update(other, engines, version=1)
+    assert all(serves(each, 1, other) for each in [*rest, lost])
 
 
 def test_the_order_of_names_does_not_count(late: Late) -> None:

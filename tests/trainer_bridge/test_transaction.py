@@ -66,20 +66,6 @@ def failing_engine() -> FakeEngine:
     return engine
 
 
-@pytest.fixture
-def buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
-    """All that are made."""
-    made: list[Bucket] = []
-
-    class Kept(Bucket):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr("trainer_bridge.ways.carriers.Bucket", Kept)
-    return made
-
-
 # -- all of them
 
 

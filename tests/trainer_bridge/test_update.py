@@ -5,25 +5,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
+from tests.trainer_bridge.fake_rank import DONE, TOKEN, Rank, hang_up, refuse
+from tests.trainer_bridge.test_http_requests import started
 from tests.trainer_bridge.test_sender import layout
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import Leader
 from trainer_bridge.session.transaction import Begun
-from trainer_bridge.sources.parameters import Source, sources
-from trainer_bridge.transfer.transfer_plan import TransferPlan
+from trainer_bridge.sources.parameters import Source
 from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.updates import weights as weights_module
 from trainer_bridge.updates.update import RUN, update
@@ -89,39 +89,6 @@ def test_a_refused_update_asks_for_the_layout_again() -> None:
     assert bucket is not None and bucket.content.numel() == SMALL
 
 
-@pytest.mark.guarantee(
-    "runs", fault="the connection is cut after the commit, and the trainer tries again"
-)
-@pytest.mark.guarantee("runs", fault="the answer to a commit is lost, and the weights change")
-@pytest.mark.parametrize("is_restarted", [False, True])
-def test_a_commit_whose_answer_was_lost(is_restarted: bool) -> None:
-    """It is repeated where the engine has it no more; a second try brings the same weights."""
-    engine, tensors, other = engine_of(2), toy.checkpoint(), toy.checkpoint(1)
-    engine.lost = ["end"]
-    with pytest.raises(EngineError, match="cut"):
-        update(tensors, engine, version=0)
-    if is_restarted:
-        engine.ranks = engine_of(2).ranks
-    else:
-        with pytest.raises(ManifestError, match="have changed since an earlier try"):
-            update(other, engine, version=0)
-        assert holds(engine, tensors)
-    again = update(tensors, engine, version=0)
-    assert (again.run, again.version, again.bytes > 0) == (RUN, 0, is_restarted)
-    assert holds(engine, tensors)
-    # the control: a version whose commit was answered is old
-    with pytest.raises(EngineError, match="version 0 is not newer"):
-        update(tensors, engine, version=0)
-    update(other, engine, version=1)
-    assert holds(engine, other)
-
-
-@pytest.fixture
-def one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets have one slot, as where trainer and engine share a GPU."""
-    monkeypatch.setattr(carriers.HostBucket, "slots", 1)
-
-
 def test_a_run_begins_at_any_version_and_the_one_before_is_refused() -> None:
     """As a trainer that is resumed from a checkpoint, while the one that hung wakes up."""
     engine = engine_of(1)
@@ -133,14 +100,6 @@ def test_a_run_begins_at_any_version_and_the_one_before_is_refused() -> None:
         update(toy.checkpoint(), engine, version=151)
     update(toy.checkpoint(2), engine, version=101, run="resumed")
     assert engine.ranks[0].policy == Policy("resumed", 101)
-
-
-def test_tensors_are_counted_without_the_scales_that_were_made_on_the_way() -> None:
-    """A GPU turns a weight into codes and scales; it is one HF tensor as it was."""
-    named = [("v", torch.ones(5)), ("w", torch.ones(128, 256, dtype=toy.BF16))]
-    plan = TransferPlan(sources(named, None, toy.BF16), [False, False], SMALL, {"w": BLOCK_FP8})
-    assert set(plan.manifest.tensors) == {"v", "w", "w_scale_inv"}
-    assert plan.sent == (2, 5 * 4 + 128 * 256 + 2 * 4)
 
 
 def test_an_engine_with_dummy_weights_learns_what_it_keeps_in_fp32() -> None:
@@ -225,17 +184,10 @@ def failing(call: Callable[..., Any]) -> Callable[..., Any]:
 def update_while_a_rank_reads(sockets: Sockets, count: int) -> Iterator[threading.Thread]:
     """An update of ``count`` vectors, whose second rank reads its first chunk until the end."""
     slow = threading.Event()
-
-    def answer(message: dict[str, Any]) -> dict[str, Any]:
-        if message.get("op") == "chunk":
-            slow.wait(20)
-        return DONE
-
-    sockets.ranks[1].answer = answer
-    trainer = threading.Thread(
-        target=update, args=(vectors(count), sockets), kwargs={"version": 0}, daemon=True
+    sockets.ranks[1].answer = lambda message: (
+        DONE if message.get("op") != "chunk" or slow.wait(20) else None
     )
-    trainer.start()
+    trainer = started(partial(update, vectors(count), sockets, version=0))
     deadline = time.monotonic() + 20
     while not sockets.ranks[0].chunks and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -256,8 +208,11 @@ def test_a_half_is_not_filled_before_all_ranks_have_read_it(sockets: Sockets) ->
         assert first_of_each_part(rank) == [0.0, 1.0, 2.0]
 
 
-def test_the_next_chunk_waits_for_the_only_slot(one_slot: None, sockets: Sockets) -> None:
+def test_the_next_chunk_waits_for_the_only_slot(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It holds two of the vectors."""
+    monkeypatch.setattr(carriers.HostBucket, "slots", 1)
     with update_while_a_rank_reads(sockets, 6):
         assert len(sockets.ranks[0].chunks) == 1  # the other rank still reads it
     for rank in sockets.ranks:
@@ -273,13 +228,13 @@ def test_the_slowest_gpu_is_told(sockets: Sockets) -> None:
 
 @pytest.mark.parametrize("op", ["bucket", "chunk", "finish", "commit"])
 @pytest.mark.parametrize(
-    ("fault", "sentence"), [(refuse, "^rank 1 ran out of luck$"), (hang_up, "ended")]
+    ("fault", "sentence"),
+    [(partial(refuse, sentence="out of luck"), "^out of luck$"), (hang_up, "ended")],
 )
 def test_a_rank_that_fails_ends_the_session_of_all(
-    sockets: Sockets, op: str, fault: Any, sentence: str
+    sockets: Sockets, op: str, fault: Any, sentence: str, buckets: list[Bucket]
 ) -> None:
-    failing: Answer = fault(op, "rank 1 ran out of luck") if fault is refuse else fault(op)
-    sockets.ranks[1].answer = failing
+    sockets.ranks[1].answer = fault(op)
     with pytest.raises(EngineError, match=sentence) as held:
         update(vectors(5), sockets, version=0)
     assert sockets.ops == ["layout", "begin", "end"]
@@ -287,24 +242,8 @@ def test_a_rank_that_fails_ends_the_session_of_all(
         rank.join()  # let go, also while the error is still held
     # "abort" is passed over by a rank whose reply finds the trainer gone
     assert sockets.ranks[0].ops()[-1] in ("abort", op)
+    assert [bucket.close.alive for bucket in buckets] == [False]
     assert held.value is not None
-
-
-def test_a_failed_update_lets_go_of_the_bucket(
-    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sockets.ranks[1].answer = refuse("finish", "no")
-    made: list[Bucket] = []
-
-    class Kept(Bucket):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr("trainer_bridge.ways.carriers.Bucket", Kept)
-    with pytest.raises(EngineError, match=r"^no$"):
-        update(vectors(2), sockets, version=0)
-    assert [bucket.close.alive for bucket in made] == [False]
 
 
 # -- refused: nothing is written
@@ -335,6 +274,7 @@ def test_a_policy_that_is_none_or_not_newer(options: Any, fault: str) -> None:
     update(toy.checkpoint(), engine, version=4)
     engine.ops.clear()
     refused(engine, toy.checkpoint(1), fault, **{"version": 5, **options})
+    assert engine.ops == (["begin"] if options == {"version": 4} else [])
 
 
 def test_a_bucket_that_is_too_small_for_128_rows() -> None:
