@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
@@ -101,17 +100,6 @@ def versions(count: int) -> Iterator[toy.Tensors]:
     for version in range(count):
         yield tensors
         tensors = step(tensors, version)
-
-
-def encoded(tensors: toy.Tensors) -> toy.Tensors:
-    """As they are published."""
-    return {
-        name + suffix: part
-        for name, tensor in tensors.items()
-        for suffix, part in (
-            BLOCK_FP8.encode(tensor) if name in toy.FP8_NAMES else {"": tensor}
-        ).items()
-    }
 
 
 @pytest.mark.parametrize("carry", [dict, list], ids=["mapping", "list"])
@@ -275,7 +263,7 @@ def test_what_cannot_be_published_is_refused(chain: Chain) -> None:
 
 def test_codes_and_scales_are_published_as_they_are(chain: Chain) -> None:
     tensors = toy.checkpoint(0)
-    chain.publish(encoded(tensors))
+    chain.publish(toy.quantized(tensors))
     chain.bring(0, tensors)
     chain.publish(step(tensors, 1), first=1)
     chain.bring(1, step(tensors, 1))

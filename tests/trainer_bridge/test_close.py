@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import trainer_bridge
-from sgl_fp8rl.protocol.policy import Policy
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up
@@ -141,13 +140,6 @@ def test_closed_connections_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_was_never_updated_can_be_closed(engine: Any) -> None:
     trainer_bridge.close(engine)
     assert KEPT.is_empty
-
-
-@pytest.mark.parametrize("run", ["of one test", "of the next test"])
-def test_tests_share_no_engine(run: str) -> None:
-    """By such a one, a rollout of another test was refused, whose engine had got its port."""
-    assert KEPT.is_empty
-    KEPT.connection_to("http://127.0.0.1:1").policy = Policy(run, 0)
 
 
 def test_at_exit_every_engine_lets_go() -> None:

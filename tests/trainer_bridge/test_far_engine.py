@@ -21,7 +21,7 @@ from sgl_fp8rl.receiver.relay.door import MOST_STRANGERS
 from sgl_fp8rl.receiver.session import Session
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.test_update import SMALL, engine_of, holds
+from tests.trainer_bridge.test_update import SMALL, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import participant, transaction
 from trainer_bridge.session.kept import KEPT
@@ -107,12 +107,6 @@ def test_a_trainer_may_be_silent_between_updates() -> None:
     time.sleep(1.5 * engine.silence_s)
     sent(engine, toy.checkpoint(1), 1)
     assert list(engine.memories.by_name) == [bucket]
-
-
-def test_a_local_and_a_remote_engine_commit_together() -> None:
-    engines = [engine_of(1), remote_engine(2)]
-    for version in range(2):
-        sent(engines, toy.checkpoint(version), version)
 
 
 def test_engines_of_several_hosts_share_what_is_sent() -> None:

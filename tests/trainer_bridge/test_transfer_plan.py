@@ -285,12 +285,6 @@ def test_a_bucket_that_is_just_large_enough() -> None:
     assert runs_of(plan_of(named, 256, ["w"])) == [[]]  # it needs none
 
 
-def test_names_are_those_of_the_family() -> None:
-    plan = plan_of([(FUSED, values((1, 4, 2)).to(BF16))], 256, family="mixtral")
-    base = "l.block_sparse_moe.experts.0."
-    assert list(plan.manifest.tensors) == [f"{base}w1.weight", f"{base}w3.weight"]
-
-
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stream_is_planned_as_if_its_order_had_been_known(seed: int, quantized: bool) -> None:
