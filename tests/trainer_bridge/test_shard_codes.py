@@ -16,6 +16,7 @@ from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
 from tests import oracle
 from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.shards_job import (
     AS_CODES,
@@ -31,7 +32,8 @@ from tests.trainer_bridge.shards_job import (
     run,
 )
 from tests.trainer_bridge.test_close import looping
-from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch
+from tests.trainer_bridge.test_packer import at, without_triton
+from tests.trainer_bridge.test_sender import layout
 from tests.trainer_bridge.test_update import holds
 from trainer_bridge import close
 from trainer_bridge.session.kept import KEPT
@@ -50,17 +52,7 @@ Tensor = torch.Tensor
 
 # -- where codes and scales of HF tensors lie
 
-LAYOUT: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "fp32": [],
-    "skipped": [],
-    "tied": None,
-    "formats": {},
-    "gpus": [OTHER],
-    "visible_gpus": [GPU, OTHER],
-    "through_host": False,
-    "is_remote": False,
-}
+LAYOUT = layout((OTHER,), visible_gpus=[GPU, OTHER])
 EXPERTS = "model.layers.0.mlp.experts."
 
 
@@ -132,22 +124,11 @@ def placed(tensors: list[Tensor], seed: str = "") -> Placement:
     )
 
 
-class TorchMemory:
-    """``cuda_memory.DeviceMemory``."""
-
-    def __init__(self, nbytes: int, device: int) -> None:
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Tensors free theirs."""
-
-
 @pytest.fixture
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
-    monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
+    without_triton(monkeypatch)
     monkeypatch.setattr(shard_codes, "placement_of", placed)
-    monkeypatch.setattr(shard_codes, "DeviceMemory", TorchMemory)
+    monkeypatch.setattr(shard_codes, "DeviceMemory", FakeDeviceMemory)
 
 
 def drawn(*shape: int) -> Tensor:

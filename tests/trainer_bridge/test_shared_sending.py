@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from sgl_fp8rl.formats import BLOCK_FP8
-from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import SLOTS
 from tests.sgl_fp8rl.receiver import toy
@@ -35,7 +34,7 @@ from tests.trainer_bridge.test_far_engine import (
 )
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
 from tests.trainer_bridge.test_killed_rank import AFTER, Watched
-from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
+from tests.trainer_bridge.test_packer import without_triton
 from tests.trainer_bridge.test_sender import layout
 from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge import update
@@ -292,8 +291,7 @@ def test_all_chunks_together_are_those_of_one_rank(
     stands for a GPU's, and torch for its kernel."""
     monkeypatch.setattr(shared_sending, "RelayClient", Recorder)
     monkeypatch.setattr(bucket, "DeviceMemory", FakeDeviceMemory)
-    monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
-    monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
+    without_triton(monkeypatch)
     device = torch.device("cpu") if on_gpu else None
     monkeypatch.setattr(Recorder, "sent", {})
     scales = torch.rand(2, 2, 4)
