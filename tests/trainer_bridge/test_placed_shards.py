@@ -4,14 +4,16 @@ import time
 from importlib import import_module
 from itertools import count, pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch.distributed.tensor import DTensor, Replicate
 
 from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
@@ -32,13 +34,16 @@ from tests.trainer_bridge.shards_job import (
     mapped_bytes,
     run,
 )
+from tests.trainer_bridge.test_update import holds
 from trainer_bridge.ranks.collective import Leader
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.shards import placed_shards
 from trainer_bridge.shards.placed_shards import PlacedShards, ShardRegistry, Shards
 from trainer_bridge.sources.parameters import Named
+from trainer_bridge.transfer.packer import QuantizePacker
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.updates.update import update
+from trainer_bridge.ways import sender
 
 # -- where the rows of a tensor lie
 
@@ -132,17 +137,6 @@ def test_registries_do_not_grow() -> None:
 
 
 # -- updates of an engine on GPUs from several ranks
-
-
-def test_memory_that_is_made_again_is_other_memory() -> None:
-    """As of CUDA: or an engine of an earlier job would seem to have it open."""
-    memories = fake_ipc.Memories()
-    handles = set()
-    for _ in range(3):
-        base = memories.allocate(64).data_ptr()
-        handles.add(memories.export(base))
-        memories.free(base)
-    assert len(handles) == 3 and not memories.torn
 
 
 BAD = {"mlp.experts.1.up.weight": torch.nan}
@@ -295,11 +289,102 @@ def while_a_rank_leaves(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> N
     job.read(2)
 
 
+# -- what a trainer does to its shards between two updates
+
+FIRST, SECOND = "attn.q.weight", "attn.k.weight"
+"""Of one shape."""
+
+
+class Changes:
+    """Each method is one change; the parameters are left as they are otherwise."""
+
+    def __init__(self, memories: fake_ipc.Memories, rank: int) -> None:
+        self._memories, self._rank = memories, rank
+        self.named = Trainer(memories, rank).named
+        self._kept: list[Any] = []
+
+    def swap_the_shard(self) -> None:
+        self._set(FIRST, self._elsewhere(FIRST))
+
+    def replace_data(self) -> None:
+        self.shard(FIRST).data = self._elsewhere(FIRST)
+
+    def exchange_two(self) -> None:
+        first, second = self.shard(FIRST), self.shard(SECOND)
+        self._set(FIRST, second)
+        self._set(SECOND, first)
+
+    def read_as_another_dtype(self) -> None:
+        self.shard(FIRST).data = self.shard(FIRST).view(torch.float16)
+
+    def cast(self) -> None:
+        self.named = Trainer(self._memories, self._rank, torch.float32).named
+
+    def hold_it_whole(self) -> None:
+        """In the same memory, with fewer rows in all."""
+        mesh = cast(DTensor, self.named[FIRST]).device_mesh
+        self.named[FIRST] = DTensor.from_local(
+            self.shard(FIRST), mesh, (Replicate(),), run_check=False
+        )
+
+    def rename(self) -> None:
+        self.named["other.weight"] = self.named.pop(SECOND)
+
+    def reorder(self) -> None:
+        self.named[FIRST] = self.named.pop(FIRST)
+
+    def add(self) -> None:
+        self.named["added.weight"] = torch.ones(3)
+
+    def tie(self) -> None:
+        self.named["tied.weight"] = self.named[FIRST]
+
+    def take_away(self) -> None:
+        del self.named["norm.weight"]
+
+    def allocate_again_at_the_address(self) -> None:
+        address, made = self.shard(FIRST).data_ptr(), self._memories.made
+        self._kept.append(made[address])
+        made[address] = HostMemory(self.shard(FIRST).nbytes)
+
+    def shard(self, name: str) -> torch.Tensor:
+        shard: torch.Tensor = cast(Any, self.named[name])._local_tensor
+        return shard
+
+    def _set(self, name: str, shard: torch.Tensor) -> None:
+        cast(Any, self.named[name])._local_tensor = shard
+
+    def _elsewhere(self, name: str) -> torch.Tensor:
+        shard = self.shard(name)
+        content = self._memories.allocate(shard.nbytes)
+        return content.view(shard.dtype).view(shard.shape).copy_(shard)
+
+
+def told_anew(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
+    memories, _ = fake_ipc.install(patch)
+    changes, registry = Changes(memories, rank), ShardRegistry()
+
+    def place() -> PlacedShards | str | None:
+        return registry.place(list(changes.named.items()))
+
+    assert isinstance(place(), PlacedShards)
+    for name, change in vars(Changes).items():
+        if name.startswith("_") or name == "shard":
+            continue
+        known = place()
+        assert isinstance(known, str), name
+        assert place() == known, "the control: nothing has changed"
+        change(changes)
+        assert isinstance(place(), PlacedShards), name
+
+
 @pytest.mark.guarantee("memory", fault="shards of two ranks that move, or cannot be opened")
+@pytest.mark.guarantee("memory", fault="shards that are swapped, cast, tied or moved")
 @pytest.mark.guarantee("all-or-none", fault="shards of two ranks, read where they lie")
 @pytest.mark.timeout(300)
 def test_shards_are_read_in_place(tmp_path: Path) -> None:
     cases = (
+        told_anew,
         read_in_place,
         while_they_are_cast,
         under_other_names,
@@ -311,3 +396,67 @@ def test_shards_are_read_in_place(tmp_path: Path) -> None:
         while_a_rank_leaves,
     )
     run(cases, tmp_path, join_s=270.0)
+
+
+# -- parameters on one GPU that lie elsewhere at each update: the bucket is filled chunk by chunk
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> tuple[fake_ipc.Memories, GpuEngine]:
+    """Memory that trainer and engine share, and an engine."""
+    memories, interpreter = fake_ipc.install(monkeypatch)
+    monkeypatch.setattr(sender, "can_be_mapped", memories.holds)
+    return memories, GpuEngine(interpreter.writable)
+
+
+def moved(memories: fake_ipc.Memories, tensors: toy.Tensors, shift: int = 0) -> toy.Tensors:
+    """The same values in new memory, so many bytes behind its start."""
+    found = {}
+    for name, tensor in tensors.items():
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        content = memories.allocate(raw.numel() + shift)[shift:]
+        found[name] = content.copy_(raw).view(tensor.dtype).view(tensor.shape)
+    return found
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("a parameter was put in by itself")
+
+
+def test_no_parameter_is_put_in_by_itself(
+    shared: tuple[fake_ipc.Memories, GpuEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memories, engine = shared
+    engine.bucket_bytes = 1 << 17
+    monkeypatch.setattr(QuantizePacker, "put", refuse)
+    for version in range(3):
+        tensors = toy.checkpoint(version)
+        result = update(moved(memories, tensors), engine, version=version)
+        assert holds(engine, tensors)
+        assert result.mapped_bytes == 0
+    writer = list(engine.ranks[0]._writers.values())[-1]
+    assert len(writer.chunks) > 4
+
+    bad = toy.checkpoint(3)
+    bad["mlp.experts.1.up.weight"][-1, -1] = torch.nan
+    with pytest.raises(Exception, match=r"experts\.1\.up\.weight holds NaN"):
+        update(moved(memories, bad), engine, version=3)
+    update(moved(memories, tensors), engine, version=4)
+    assert holds(engine, tensors)
+
+
+def test_what_does_not_lie_as_it_is_sent_is_put_in_by_itself(
+    shared: tuple[fake_ipc.Memories, GpuEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the control of the test above: the calls that it refuses are made here."""
+    memories, engine = shared
+    tensors = toy.checkpoint(0)
+    update(moved(memories, tensors, shift=4), engine, version=0)  # not aligned
+    assert holds(engine, tensors)
+    mixed = moved(memories, tensors)
+    mixed["norm.weight"] = mixed["norm.weight"].clone()  # memory that is not shared
+    update(mixed, engine, version=1)
+    assert holds(engine, tensors)
+    monkeypatch.setattr(QuantizePacker, "put", refuse)
+    with pytest.raises(AssertionError, match="by itself"):
+        update(moved(memories, tensors, shift=4), engine, version=2)

@@ -33,7 +33,7 @@ from tests.trainer_bridge.test_far_engine import (
     step,
 )
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
-from tests.trainer_bridge.test_killed_rank import AFTER, Watched
+from tests.trainer_bridge.test_killed import AFTER, Watched
 from tests.trainer_bridge.test_packer import without_triton
 from tests.trainer_bridge.test_sender import layout
 from tests.trainer_bridge.test_update import engine_of, holds

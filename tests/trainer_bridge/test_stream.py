@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sgl_fp8rl.protocol.image import Steps
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
@@ -20,7 +21,7 @@ from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.updates.update import update
-from trainer_bridge.ways.chunks import Chunks
+from trainer_bridge.ways.chunks import Chunks, Lookahead
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -268,33 +269,6 @@ def test_an_engine_of_dummy_weights_needs_an_announcement(tp: int, tmp_path: Pat
             assert holds(engine, tensors)
 
 
-def test_a_tied_head_may_come_or_not() -> None:
-    """Frameworks stream it beside the embedding; the checkpoint, and the engine, lack it."""
-    engine = engine_of(1, SMALL)
-    engine.tied = list(toy.SHAPES["embed.weight"])
-    for version in range(4):
-        tensors = toy.checkpoint(version)
-        pairs = shuffled(tensors, 0)
-        head = [("lm_head.weight", tensors["embed.weight"])] if version % 2 else []
-        update(iter([*pairs[:4], *head, *pairs[4:]]), engine, version=version)
-        assert holds(engine, tensors)
-
-
-def test_a_tensor_that_the_engine_does_not_keep_may_be_left_out() -> None:
-    """Such as a head of multi-token prediction in the checkpoint, which trainers do not have."""
-    model = toy.toy()
-    load = model.loader
-    model.loader = lambda m, weights: load(m, ((n, t) for n, t in weights if n != "mtp.weight"))
-    weights = toy.engine(model, {**toy.SHAPES, "mtp.weight": (8, 8)})
-    assert weights.table is not None
-    weights.table.skipped = frozenset({"mtp.weight"})
-    engine = FakeEngine([weights], SMALL)
-    for version in range(2):
-        tensors = toy.checkpoint(version)
-        update(iter(shuffled(tensors, 0)), engine, version=version)
-        assert holds(engine, tensors)
-
-
 @pytest.mark.parametrize("reply", [{}, {"shapes": 3}, {"shapes": {"w": [0]}}])
 def test_an_answer_that_names_no_shapes_is_refused(
     reply: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -305,3 +279,23 @@ def test_an_answer_that_names_no_shapes_is_refused(
     with pytest.raises((EngineError, ManifestError)):
         update(iter(toy.checkpoint().items()), engine, version=0)
     assert state_of(engine) is State.SERVING
+
+
+def test_results_come_in_order_and_as_soon_as_they_are_there() -> None:
+    done: list[str] = []
+
+    def work(name: str, waits: int) -> Steps[str]:
+        for step in range(waits):
+            done.append(f"{name}{step}")
+            yield
+        return name
+
+    ahead = Lookahead[str]()
+    assert list(ahead.push(work("a", 2))) == []
+    assert list(ahead.push(work("b", 0))) == [], "a comes first"
+    assert list(ahead.push(work("c", 2))) == ["a", "b"]
+    assert done == ["a0", "a1", "c0"]
+    assert list(ahead.push(work("d", 1))) == []
+    assert done[3:] == ["d0", "c1"], "what can be queued is, before anything is waited for"
+    assert list(ahead.drain()) == ["c", "d"]
+    assert list(ahead.drain()) == []
