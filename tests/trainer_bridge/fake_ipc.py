@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.receiver import engine_weights
@@ -27,7 +26,7 @@ from tests.sgl_fp8rl.receiver.fake_gpu import (
     OnDevice,
     span_of,
 )
-from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
+from tests.trainer_bridge.test_packer import without_triton
 from trainer_bridge.session import transaction
 from trainer_bridge.shards import placed_shards, shard_codes
 from trainer_bridge.transport import bucket, cuda_ipc
@@ -131,8 +130,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     patch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     patch.setattr(torch.cuda, "synchronize", lambda device: None)
     patch.setattr(torch.cuda, "current_stream", lambda device: FakeEvent(enable_timing=True))
-    patch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
-    patch.setattr(weight_quant_triton, "Status", FakeStatus)
+    without_triton(patch)
     patch.setattr(shared_memory, "Mapping", MappedFile)
     patch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
     patch.setattr(triton_writer, "DeviceMemory", FakeDeviceMemory)

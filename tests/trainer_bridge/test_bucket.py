@@ -1,7 +1,10 @@
-"""What every way to share a bucket must do: the same tests for each of them."""
+"""What every way to share a bucket must do: the same tests for each of them; and host memory."""
 
 import gc
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,24 +113,18 @@ def content(bucket: Bucket) -> bytes:
     return bucket.content.numpy().tobytes()
 
 
-def test_every_rank_reads_what_was_put(tmp_path: Path, way: Way, filled: Make) -> None:
-    ranks, bucket = [way.rank(tmp_path), way.rank(tmp_path)], filled()
-    way.send(bucket, ranks)
-    for rank in ranks:
-        rank.join()
-        assert rank.chunks == [content(bucket)]
-        assert rank.ops() == ["hello", "bucket", "chunk", "commit"]
-
-
 def test_it_is_opened_once_and_read_over_sessions(tmp_path: Path, way: Way, filled: Make) -> None:
-    rank, bucket, put = way.rank(tmp_path, sessions=3), filled(), []
+    """By every rank."""
+    ranks, bucket, put = [way.rank(tmp_path, sessions=3) for _ in range(2)], filled(), []
     for _ in range(3):
         bucket.content.random_(256)
         put.append(content(bucket))
-        way.send(bucket, [rank])
-    rank.join()
-    assert rank.chunks == put
-    assert rank.ops() == ["hello", "bucket", "chunk", "commit", *["hello", "chunk", "commit"] * 2]
+        way.send(bucket, ranks)
+    for rank in ranks:
+        rank.join()
+        assert rank.chunks == put
+        wanted = ["hello", "bucket", "chunk", "commit", *["hello", "chunk", "commit"] * 2]
+        assert rank.ops() == wanted
 
 
 def test_ranks_that_lost_it_open_it_again(tmp_path: Path, way: Way, filled: Make) -> None:
@@ -167,28 +164,95 @@ def test_a_rank_that_cannot_open_it(tmp_path: Path, way: Way, filled: Make, answ
 
 
 def test_buckets_of_one_handle_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SimpleNamespace(
-        close=lambda: None,
-        handle=lambda: Handle("ab" * 64, NBYTES, fake_ipc.GPU),
-        tensor=torch.empty(NBYTES, dtype=torch.uint8),
-    )
+    memory = driver_memory(lambda: Handle("ab" * 64, NBYTES, fake_ipc.GPU), [])
     monkeypatch.setattr(bucket_module, "DeviceMemory", lambda nbytes, device: memory)
     first, second = (Bucket(NBYTES, torch.device("cuda", 0)) for _ in range(2))
     assert first._message["handle"] == second._message["handle"]
     assert first.name != second.name
 
 
+def driver_memory(handle: Callable[[], Handle], closed: list[bool]) -> SimpleNamespace:
+    tensor = torch.empty(NBYTES, dtype=torch.uint8)
+    return SimpleNamespace(close=lambda: closed.append(True), handle=handle, tensor=tensor)
+
+
 def test_a_bucket_on_a_system_without_cuda_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is freed, and the caller may turn to host memory."""
-    closed = []
+    closed: list[bool] = []
 
     def refuse() -> Handle:
         raise CudaMemoryError("not supported")
 
-    memory = SimpleNamespace(close=lambda: closed.append(True), handle=refuse, tensor=None)
+    memory = driver_memory(refuse, closed)
     monkeypatch.setattr(bucket_module, "DeviceMemory", lambda nbytes, device: memory)
     with pytest.raises(UnreachableMemoryError, match="not supported") as refused:
         Bucket(NBYTES, torch.device("cuda", 0))
     del refused
     gc.collect()
     assert closed == [True]
+
+
+class Held:
+    """Descriptors and maps that this process has of buckets, each by its inode.
+
+    By inode, since threads of other tests may still let go of theirs.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.descriptors: Counter[int] = Counter()
+        for entry in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed since it was listed
+                if "fp8rl-bucket" in str(entry.readlink()):
+                    self.descriptors[entry.stat().st_ino] += 1
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        self.maps = Counter(int(line.split()[4]) for line in lines if "fp8rl-bucket" in line)
+
+    def since(self, before: "Held") -> tuple[int, int]:
+        """How many descriptors and maps are new."""
+        return (self.descriptors - before.descriptors).total(), (self.maps - before.maps).total()
+
+
+def test_the_size_of_host_memory_is_sealed() -> None:
+    """A rank that reads past a new end would fault; the control is memory that is not sealed."""
+    bucket = Bucket(NBYTES)
+    for size in (NBYTES // 2, 0, 2 * NBYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(bucket._fds[0], size)
+    assert os.fstat(bucket._fds[0]).st_size == NBYTES
+    control = os.memfd_create("control")
+    os.ftruncate(control, NBYTES)
+    os.ftruncate(control, 0)
+    os.close(control)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_host_memory_is_freed_with_its_owner(closes: bool) -> None:
+    before = Held()
+    bucket = Bucket(NBYTES)
+    assert Held().since(before) == (2, 1)  # Python's mmap has a descriptor of its own
+    if closes:
+        bucket.close()
+        bucket.close()
+        assert Held().since(before) == (1, 1)  # its content may still be read
+    del bucket
+    assert Held().since(before) == (0, 0)
+
+
+def test_a_rank_reads_on_when_the_owner_is_gone(tmp_path: Path) -> None:
+    """What a trainer's end leaves to a rank that is in the middle of a chunk."""
+    rank, bucket, way = Rank(tmp_path), Bucket(NBYTES), Way(HOST)
+    bucket.content.fill_(5)
+    way.send(bucket, [rank])
+    rank.join()
+    bucket.close()
+    del bucket
+    gc.collect()
+    assert rank.read() == bytes([5]) * NBYTES
+
+
+def test_memory_that_no_machine_has() -> None:
+    before = Held()
+    with pytest.raises(EngineError, match=str(1 << 62)):
+        Bucket(1 << 62)
+    assert Held().since(before) == (0, 0)

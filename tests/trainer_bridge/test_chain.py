@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
@@ -43,49 +43,63 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PART_BYTES", 64 << 10)
 
 
-@pytest.fixture
-def publisher(tmp_path: Path) -> ChainPublisher:
-    """Writes into ``tmp_path / "chain"``, for engines that keep what a first update said."""
-    return ChainPublisher(tmp_path / "chain", trained(), EVERY)
-
-
 def trained(tp: int = 1) -> FakeEngine:
     engine = engine_of(tp)
     update(toy.checkpoint(99), engine, version=0, run="before")
     return engine
 
 
-def versions(count: int) -> Iterator[tuple[int, toy.Tensors]]:
-    """Weights that change by small steps."""
-    tensors = toy.checkpoint(0)
-    for version in range(count):
-        yield version, tensors
-        tensors = step(tensors, version)
+class Chain:
+    """A folder, who writes into it, and an engine that keeps what a first update said."""
+
+    def __init__(self, folder: Path, engine: FakeEngine | None = None) -> None:
+        self.folder = folder
+        self.index = folder / INDEX
+        self.publisher = ChainPublisher(folder, engine or trained(), EVERY)
+        self.follower = ChainFollower(folder)
+
+    @cached_property
+    def engine(self) -> FakeEngine:
+        return trained()
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return read_index(self.folder).links
+
+    def publish(self, *weights: Any, first: int = 0, **options: Any) -> list[int]:
+        """Versions from the first on; the bytes of each."""
+        return [
+            self.publisher.publish(each, **{"version": version, "run": "r", **options})
+            for version, each in enumerate(weights, first)
+        ]
+
+    def bring(self, version: int, tensors: toy.Tensors) -> None:
+        arrives(version, tensors, self.follower, self.engine)
 
 
-def encoded(tensors: toy.Tensors) -> toy.Tensors:
-    """As they are published."""
-    return {
-        name + suffix: part
-        for name, tensor in tensors.items()
-        for suffix, part in (
-            BLOCK_FP8.encode(tensor) if name in toy.FP8_NAMES else {"": tensor}
-        ).items()
-    }
-
-
-def links(folder: Path) -> tuple[Link, ...]:
-    return read_index(folder).links
-
-
-def bring(follower: ChainFollower, engine: FakeEngine) -> int:
-    """Advance, and update an engine; the version that it has."""
+def arrives(
+    version: int, tensors: toy.Tensors, follower: ChainFollower, engine: FakeEngine
+) -> None:
+    """Advance, and update an engine; it has this version then."""
     with suppress(ChainError):  # it may have come a part of the way
         follower.advance()
     follower.serve([engine])
-    assert follower.policy is not None
+    assert follower.policy is not None and follower.policy.version == version
     assert {w.policy for w in engine.ranks} == {follower.policy}
-    return follower.policy.version
+    assert holds(engine, tensors)
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(tmp_path / "chain")
+
+
+def versions(count: int) -> Iterator[toy.Tensors]:
+    """Weights that change by small steps."""
+    tensors = toy.checkpoint(0)
+    for version in range(count):
+        yield tensors
+        tensors = step(tensors, version)
 
 
 @pytest.mark.parametrize("carry", [dict, list], ids=["mapping", "list"])
@@ -94,259 +108,165 @@ def test_a_tied_head_is_held_to_the_embedding(tmp_path: Path, carry: Callable[[A
     engine, tensors = engine_of(1), toy.checkpoint(0)
     engine.tied = list(toy.SHAPES["embed.weight"])
     update(toy.checkpoint(99), engine, version=0, run="before")
-    publisher = ChainPublisher(tmp_path / "chain", engine, EVERY)
+    chain = Chain(tmp_path / "chain", engine)
     head = tensors["embed.weight"].clone()
-    publisher.publish(carry([*tensors.items(), ("lm_head.weight", head)]), version=0, run="r")
-    follower = ChainFollower(tmp_path / "chain")
-    assert bring(follower, engine) == 0
-    assert holds(engine, tensors)
-    with pytest.raises(ManifestError, match="is not the embedding"):
-        publisher.publish(
-            carry([*tensors.items(), ("lm_head.weight", head.flip(0))]), version=1, run="r"
-        )
-    with pytest.raises(ManifestError, match=r"norm\.weight has no data"):
-        publisher.publish(
-            carry({**tensors, "norm.weight": tensors["norm.weight"].to("meta")}.items()),
-            version=1,
-            run="r",
-        )
-    assert len(links(tmp_path / "chain")) == 1
+    chain.publish(carry([*tensors.items(), ("lm_head.weight", head)]))
+    arrives(0, tensors, chain.follower, engine)
+    for changed, why in (
+        ({"lm_head.weight": head.flip(0)}, "is not the embedding"),
+        ({"norm.weight": tensors["norm.weight"].to("meta")}, r"norm\.weight has no data"),
+    ):
+        with pytest.raises(ManifestError, match=why):
+            chain.publish(carry({**tensors, **changed}.items()), first=1)
+    assert len(chain.links) == 1
 
 
 @pytest.mark.guarantee("all-or-none", fault="weights through a folder, one rank and two")
 @pytest.mark.parametrize("tp", [1, 2])
-def test_every_version_arrives_byte_for_byte(
-    tmp_path: Path, publisher: ChainPublisher, tp: int
-) -> None:
+def test_every_version_arrives_byte_for_byte(chain: Chain, tp: int) -> None:
     """For one that has followed from the start, and for one that joins late."""
-    engine, late = trained(tp), trained(tp)
-    follower = ChainFollower(tmp_path / "chain")
+    chain.engine = trained(tp)
     sent = []
-    for version, tensors in versions(3 * EVERY):
-        sent.append(publisher.publish(tensors, version=version, run="r"))
-        assert bring(follower, engine) == version
-        assert holds(engine, tensors)
-    assert bring(ChainFollower(tmp_path / "chain"), late) == version
-    assert holds(late, tensors)
+    for version, tensors in enumerate(versions(3 * EVERY)):
+        sent += chain.publish(tensors, first=version)
+        chain.bring(version, tensors)
+    arrives(version, tensors, ChainFollower(chain.folder), trained(tp))
     assert max(sent[1:]) < 0.05 * sent[0], "deltas, also where a version is written whole besides"
-    assert [bool(link.anchor) for link in links(tmp_path / "chain")] == 2 * [
-        True,
-        False,
-        False,
-        False,
-    ]
-
-
-def test_files_of_old_versions_go(tmp_path: Path, publisher: ChainPublisher) -> None:
-    for version, tensors in versions(3 * EVERY):
-        publisher.publish(tensors, version=version, run="r")
-    there = {path.name for path in (tmp_path / "chain").iterdir()}
-    named = {
-        part.name for link in links(tmp_path / "chain") for part in (*link.delta, *link.anchor)
-    }
-    assert there == {INDEX, LOCK, *named} and len(links(tmp_path / "chain")) == 2 * EVERY
+    assert [bool(link.anchor) for link in chain.links] == 2 * [True, False, False, False]
+    # files of old versions are gone
+    named = {part.name for link in chain.links for part in (*link.delta, *link.anchor)}
+    assert {path.name for path in chain.folder.iterdir()} == {INDEX, LOCK, *named}
 
 
 @pytest.mark.guarantee("one-version", fault="a file of a chain is missing, torn or late")
 @pytest.mark.parametrize("is_torn", [False, True])
-def test_a_link_that_is_lost(tmp_path: Path, publisher: ChainPublisher, is_torn: bool) -> None:
+def test_a_link_that_is_lost(chain: Chain, is_torn: bool) -> None:
     """The engine stays at the version before, until the file comes or a later version is whole."""
-    folder, engine = tmp_path / "chain", trained()
-    follower = ChainFollower(folder)
-    done = [tensors for version, tensors in versions(EVERY + 2)]
-    for version in range(2):
-        publisher.publish(done[version], version=version, run="r")
-        bring(follower, engine)
-    for version in (2, 3):
-        publisher.publish(done[version], version=version, run="r")
-    lost = folder / links(folder)[2].delta[-1].name
+    done = [*versions(EVERY + 2)]
+    chain.publish(*done[:2])
+    chain.bring(1, done[1])
+    chain.publish(*done[2:4], first=2)
+    lost = chain.folder / chain.links[2].delta[-1].name
     content = lost.read_bytes()
     if is_torn:
         lost.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     else:
         lost.unlink()
-    assert bring(follower, engine) == 1 and holds(engine, done[1])
+    chain.bring(1, done[1])
     lost.write_bytes(content)
-    assert bring(follower, engine) == 3 and holds(engine, done[3])
+    chain.bring(3, done[3])
 
-    other, late = ChainFollower(folder), trained()
+    chain.follower, chain.engine = ChainFollower(chain.folder), trained()
     lost.unlink()
-    assert bring(other, late) == 1 and holds(late, done[1])
-    for version in (4, 5):
-        publisher.publish(done[version], version=version, run="r")
-    assert links(folder)[4].anchor
-    assert bring(other, late) == 5 and holds(late, done[5])
+    chain.bring(1, done[1])
+    chain.publish(*done[4:], first=4)
+    assert chain.links[4].anchor
+    chain.bring(5, done[5])
 
 
-def test_an_anchor_that_is_lost_leaves_the_one_before(
-    tmp_path: Path, publisher: ChainPublisher
-) -> None:
-    for version, tensors in versions(EVERY + 1):
-        publisher.publish(tensors, version=version, run="r")
-    folder = tmp_path / "chain"
-    (folder / links(folder)[EVERY].anchor[0].name).unlink()
-    engine = trained()
-    assert bring(ChainFollower(folder), engine) == EVERY and holds(engine, tensors)
-    (folder / links(folder)[0].anchor[0].name).unlink()
+def test_an_anchor_that_is_lost_leaves_the_one_before(chain: Chain) -> None:
+    *_, tensors = done = [*versions(EVERY + 1)]
+    chain.publish(*done)
+    (chain.folder / chain.links[EVERY].anchor[0].name).unlink()
+    chain.bring(EVERY, tensors)
+    (chain.folder / chain.links[0].anchor[0].name).unlink()
     with pytest.raises(ChainError, match="copy it"):
-        ChainFollower(folder).advance()
+        ChainFollower(chain.folder).advance()
 
 
-def test_a_publisher_that_restarts_writes_the_next_version_whole(
-    tmp_path: Path, publisher: ChainPublisher
-) -> None:
-    folder, engine = tmp_path / "chain", trained()
-    follower = ChainFollower(folder)
-    publisher.publish(toy.checkpoint(0), version=5, run="r")
-    bring(follower, engine)
-    again = ChainPublisher(folder, trained(), EVERY)
+def test_a_publisher_that_restarts_writes_the_next_version_whole(chain: Chain) -> None:
+    chain.publish(toy.checkpoint(0), first=5)
+    chain.bring(5, toy.checkpoint(0))
+    before, chain.publisher = chain.publisher, ChainPublisher(chain.folder, trained(), EVERY)
     with pytest.raises(ChainError, match="another process publishes"):
-        again.publish(toy.checkpoint(1), version=6, run="r")
-    publisher.close()
+        chain.publish(toy.checkpoint(1), first=6)
+    before.close()
     for version in (5, 4):
         with pytest.raises(ChainError, match="has version 5 of run 'r' already"):
-            again.publish(toy.checkpoint(1), version=version, run="r")
+            chain.publish(toy.checkpoint(1), first=version)
     for run, version, seed in (("r", 6, 1), ("resumed", 2, 2)):
-        again.publish(toy.checkpoint(seed), version=version, run=run)
-        assert bring(follower, engine) == version and holds(engine, toy.checkpoint(seed))
-    assert [(link.policy, bool(link.anchor)) for link in links(folder)] == [
+        chain.publish(toy.checkpoint(seed), first=version, run=run)
+        chain.bring(version, toy.checkpoint(seed))
+    assert [(link.policy, bool(link.anchor)) for link in chain.links] == [
         (Policy("r", 5), True),
         (Policy("r", 6), True),
         (Policy("resumed", 2), False),
     ]
     with pytest.raises(ChainError, match="'r' was replaced"):
-        again.publish(toy.checkpoint(3), version=7, run="r")
+        chain.publish(toy.checkpoint(3), first=7)
 
 
 @pytest.mark.guarantee("quarantine", fault="NaN in a version of a chain")
 def test_a_version_that_fails_is_not_in_the_chain(
-    tmp_path: Path, publisher: ChainPublisher, monkeypatch: pytest.MonkeyPatch
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "chain"
-    publisher.publish(toy.checkpoint(0), version=0, run="r")
-    before = sorted(path.name for path in folder.iterdir())
-    bad = toy.checkpoint(1)
-    bad["mlp.experts.1.down.weight"][3, 5] = torch.nan
-    in_norm = toy.checkpoint(1)
-    in_norm["norm.weight"][7] = torch.inf
-    for wrong in (bad, in_norm):
-        with pytest.raises(ManifestError, match="NaN or Inf"):
-            publisher.publish(wrong, version=1, run="r")
-    with pytest.raises(ManifestError, match=r"norm\.weight is only in one of the last two"):
-        publisher.publish(
-            {n: t for n, t in toy.checkpoint(1).items() if n != "norm.weight"}, version=1, run="r"
-        )
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            publisher_module, "write_index", lambda *_: (_ for _ in ()).throw(OSError("no space"))
-        )
-        with pytest.raises(OSError, match="no space"):
-            publisher.publish(toy.checkpoint(1), version=1, run="r")
-    assert sorted(path.name for path in folder.iterdir()) == before
-    engine, follower = trained(), ChainFollower(folder)
-    bring(follower, engine)
+    chain.publish(toy.checkpoint(0))
+    before = sorted(path.name for path in chain.folder.iterdir())
+    wrong = [toy.checkpoint(1) for _ in range(3)]
+    wrong[0]["mlp.experts.1.down.weight"][3, 5] = torch.nan
+    wrong[1]["norm.weight"][7] = torch.inf
+    del wrong[2]["norm.weight"]
+    lost = r"norm\.weight is only in one of the last two"
+    for tensors, why in zip(wrong, ("NaN or Inf", "NaN or Inf", lost), strict=True):
+        with pytest.raises(ManifestError, match=why):
+            chain.publish(tensors, first=1)
+
+    def full(*_: object) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(publisher_module, "write_index", full)
+        chain.publish(toy.checkpoint(1), first=1)
+    assert sorted(path.name for path in chain.folder.iterdir()) == before
+    chain.bring(0, toy.checkpoint(0))
     stepped = step(toy.checkpoint(0), 1)
-    publisher.publish(stepped, version=1, run="r")
-    assert not links(folder)[1].anchor
-    assert bring(follower, engine) == 1 and holds(engine, stepped)
+    chain.publish(stepped, first=1)
+    assert not chain.links[1].anchor
+    chain.bring(1, stepped)
 
 
 def test_an_engine_that_was_not_updated_says_no_formats(tmp_path: Path) -> None:
     engine = engine_of(1)
     engine.ranks[0].table = None
+    chain = Chain(tmp_path / "chain", engine)
     with pytest.raises(ChainError, match="update it first"):
-        ChainPublisher(tmp_path / "chain", engine).publish(toy.checkpoint(0), version=0, run="r")
+        chain.publish(toy.checkpoint(0))
     with pytest.raises(ChainError, match="no version yet"):
-        ChainFollower(tmp_path / "chain").update(engine)
+        chain.follower.update(engine)
 
 
 def test_a_status_that_says_too_little_is_named(
-    tmp_path: Path, publisher: ChainPublisher, monkeypatch: pytest.MonkeyPatch
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher.publish(toy.checkpoint(0), version=0, run="r")
-    engine, follower = trained(), ChainFollower(tmp_path / "chain")
-    follower.advance()
+    chain.publish(toy.checkpoint(0))
+    chain.follower.advance()
     client = SimpleNamespace(control=lambda *_: {"ok": True, "run": "r", "version": 0})
     monkeypatch.setattr(KEPT, "connection_to", lambda _: SimpleNamespace(client=client))
     with pytest.raises(EngineError, match="its state"):
-        follower.serve([engine])
+        chain.follower.serve([SimpleNamespace()])
 
 
-def test_what_cannot_be_published_is_refused(tmp_path: Path, publisher: ChainPublisher) -> None:
+def test_what_cannot_be_published_is_refused(chain: Chain) -> None:
     weights = toy.checkpoint(0)
-    for change, why in (
-        ({KV_SCALES: torch.ones(2)}, "pass kv_scales"),
-        ({"norm.weight": torch.ones(toy.HIDDEN, dtype=torch.int64)}, "has dtype torch.int64"),
-        ({"norm.weight": torch.ones(0)}, "no empty tensors"),
-    ):
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ({**weights, KV_SCALES: torch.ones(2)}, {}, "pass kv_scales"),
+        ({**weights, "norm.weight": torch.ones(128).long()}, {}, "has dtype torch.int64"),
+        ({**weights, "norm.weight": torch.ones(0)}, {}, "no empty tensors"),
+        (iter(weights.items()), {}, "an iterator cannot be published"),
+        (weights, {"kv_scales": torch.ones(1, 2, 1)}, "none"),
+    ]
+    for given, options, why in cases:
         with pytest.raises(ManifestError, match=why):
-            publisher.publish({**weights, **change}, version=0, run="r")
-    with pytest.raises(ManifestError, match="an iterator cannot be published"):
-        publisher.publish(iter(weights.items()), version=0, run="r")
-    with pytest.raises(ManifestError, match="none"):
-        publisher.publish(weights, version=0, run="r", kv_scales=torch.ones(1, 2, 1))
-    assert links(tmp_path / "chain") == ()
+            chain.publish(given, **options)
+    assert chain.links == ()
 
 
-def test_codes_and_scales_are_published_as_they_are(
-    tmp_path: Path, publisher: ChainPublisher
-) -> None:
-    engine, follower = trained(), ChainFollower(tmp_path / "chain")
+def test_codes_and_scales_are_published_as_they_are(chain: Chain) -> None:
     tensors = toy.checkpoint(0)
-    publisher.publish(encoded(tensors), version=0, run="r")
-    assert bring(follower, engine) == 0 and holds(engine, tensors)
-    publisher.publish(step(tensors, 1), version=1, run="r")
-    assert bring(follower, engine) == 1 and holds(engine, step(tensors, 1))
-
-
-@pytest.mark.parametrize(
-    ("index", "why"),
-    [
-        ("{", "JSONDecodeError"),
-        ('{"format": 9, "links": []}', "format 9, not 2"),
-        ('{"format": 2}', "KeyError"),
-        ('{"format": 2, "links": [3]}', "TypeError"),
-        ('{"format": 2, "links": [{"delta": [], "anchor": []}]}', "TypeError"),
-    ],
-)
-def test_an_index_that_is_none(tmp_path: Path, index: str, why: str) -> None:
-    (tmp_path / INDEX).write_text(index)
-    with pytest.raises(ChainError, match=why):
-        ChainFollower(tmp_path).advance()
-
-
-@pytest.mark.parametrize(
-    ("where", "field", "value"),
-    [
-        ("link", "serial", "1"),
-        ("link", "run", 1),
-        ("part", "bytes", 1.0),
-        ("part", "sha256", 1),
-    ],
-)
-def test_an_index_of_other_types(
-    tmp_path: Path, publisher: ChainPublisher, where: str, field: str, value: object
-) -> None:
-    publisher.publish(toy.checkpoint(0), version=0, run="r")
-    index = tmp_path / "chain" / INDEX
-    content = json.loads(index.read_text())
-    (link,) = content["links"]
-    (link if where == "link" else link["anchor"][0])[field] = value
-    index.write_text(json.dumps(content))
-    with pytest.raises(ChainError, match=f"TypeError: {field} is"):
-        ChainFollower(tmp_path / "chain").advance()
-
-
-def test_an_index_names_no_file_outside_of_its_folder(
-    tmp_path: Path, publisher: ChainPublisher
-) -> None:
-    publisher.publish(toy.checkpoint(0), version=0, run="r")
-    index = tmp_path / "chain" / INDEX
-    content = json.loads(index.read_text())
-    content["links"][0]["anchor"][0]["name"] = "../secret"
-    index.write_text(json.dumps(content))
-    with pytest.raises(ChainError, match="not the name of a chain's file"):
-        ChainFollower(tmp_path / "chain").advance()
+    chain.publish(toy.quantized(tensors))
+    chain.bring(0, tensors)
+    chain.publish(step(tensors, 1), first=1)
+    chain.bring(1, step(tensors, 1))
 
 
 def swapped(tensors: toy.Tensors) -> toy.Tensors:
@@ -356,117 +276,109 @@ def swapped(tensors: toy.Tensors) -> toy.Tensors:
     return {**tensors, "embed.weight": embeddings}
 
 
-def interrupted(publisher: ChainPublisher, tensors: toy.Tensors, version: int) -> None:
-    """A version whose publisher is interrupted right behind its index."""
+def in_a_link(name: str, value: Any) -> Callable[[list[Any], Path], None]:
+    return lambda links, folder: links[0].update({name: value})
+
+
+def in_a_part(name: str, value: Any) -> Callable[[list[Any], Path], None]:
+    return lambda links, folder: links[0]["anchor"][0].update({name: value})
+
+
+def holding(content: bytes) -> Callable[[list[Any], Path], None]:
+    """A file that cannot be decoded: its name, size and SHA-256 are those of the index."""
+
+    def write(links: list[Any], folder: Path) -> None:
+        part = links[0]["anchor"][0]
+        (folder / part["name"]).write_bytes(content)
+        part |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        ("{", "JSONDecodeError"),
+        ('{"format": 9, "links": []}', "format 9, not 2"),
+        ('{"format": 2}', "KeyError"),
+        ('{"format": 2, "links": [3]}', "TypeError"),
+        ('{"format": 2, "links": [{"delta": [], "anchor": []}]}', "TypeError"),
+        (in_a_link("serial", "1"), "TypeError: serial is"),
+        (in_a_link("run", 1), "TypeError: run is"),
+        (in_a_part("bytes", 1.0), "TypeError: bytes is"),
+        (in_a_part("sha256", 1), "TypeError: sha256 is"),
+        (in_a_part("name", "../secret"), "not the name of a chain's file"),
+        (holding(b"no zstd"), "cannot be read"),
+        (holding(b""), "cannot be read"),
+    ],
+)
+def test_an_index_that_is_damaged(chain: Chain, damage: Any, why: str) -> None:
+    chain.publish(toy.checkpoint(0))
+    if callable(damage):
+        content = json.loads(chain.index.read_text())
+        damage(content["links"], chain.folder)
+        damage = json.dumps(content)
+    chain.index.write_text(damage)
+    with pytest.raises(ChainError, match=why):
+        chain.follower.advance()
+
+
+def test_a_publisher_that_is_interrupted_behind_its_index(chain: Chain) -> None:
+    tensors = toy.checkpoint(0)
+    chain.publish(tensors)
+    chain.bring(0, tensors)
 
     def write_and_stop(*arguments: Any) -> None:
         write_index(*arguments)
         raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(publisher_module, "write_index", write_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            publisher.publish(tensors, version=version, run="r")
+        chain.publish(swapped(tensors), first=1)
+    chain.bring(1, swapped(tensors))
+    chain.publish(step(tensors, 2), first=2)
+    chain.bring(2, step(tensors, 2))
 
 
-def test_a_publisher_that_is_interrupted_behind_its_index(
-    tmp_path: Path, publisher: ChainPublisher
-) -> None:
-    engine, follower = trained(), ChainFollower(tmp_path / "chain")
-    tensors = toy.checkpoint(0)
-    publisher.publish(tensors, version=0, run="r")
-    bring(follower, engine)
-    interrupted(publisher, swapped(tensors), 1)
-    assert bring(follower, engine) == 1 and holds(engine, swapped(tensors))
-    publisher.publish(step(tensors, 2), version=2, run="r")
-    assert bring(follower, engine) == 2 and holds(engine, step(tensors, 2))
-
-
-def test_tensors_that_are_not_those_of_the_index_are_refused(
-    tmp_path: Path, publisher: ChainPublisher
-) -> None:
+def test_tensors_that_are_not_those_of_the_index_are_refused(chain: Chain) -> None:
     """The control of the digest, which must see rows that change places: all files are sound."""
-    folder, tensors = tmp_path / "chain", toy.checkpoint(0)
-    for version, weights in enumerate((tensors, swapped(tensors))):
-        publisher.publish(weights, version=version, run="r")
-    content = json.loads((folder / INDEX).read_text())
+    chain.publish(toy.checkpoint(0), swapped(toy.checkpoint(0)))
+    content = json.loads(chain.index.read_text())
     content["links"][1]["digest"] = content["links"][0]["digest"]
-    (folder / INDEX).write_text(json.dumps(content))
-    follower = ChainFollower(folder)
+    chain.index.write_text(json.dumps(content))
     with pytest.raises(ChainError, match="not those that were published"):
-        follower.advance()
-    assert follower.policy == Policy("r", 0)
+        chain.follower.advance()
+    assert chain.follower.policy == Policy("r", 0)
 
 
-def test_a_folder_that_is_emptied_begins_a_new_chain(
-    tmp_path: Path, publisher: ChainPublisher
-) -> None:
-    folder, engine = tmp_path / "chain", trained()
-    follower = ChainFollower(folder)
-    publisher.publish(toy.checkpoint(0), version=0, run="r")
-    bring(follower, engine)
-    for path in folder.iterdir():
+def test_a_folder_that_is_emptied_begins_a_new_chain(chain: Chain) -> None:
+    chain.publish(toy.checkpoint(0))
+    chain.bring(0, toy.checkpoint(0))
+    for path in chain.folder.iterdir():
         path.unlink()
-    publisher.publish(toy.checkpoint(1), version=1, run="r")
-    assert links(folder)[0].anchor
-    assert bring(follower, engine) == 1 and holds(engine, toy.checkpoint(1))
+    chain.publish(toy.checkpoint(1), first=1)
+    assert chain.links[0].anchor
+    chain.bring(1, toy.checkpoint(1))
 
 
-def test_an_older_copy_of_the_index_takes_nothing_back(
-    tmp_path: Path, publisher: ChainPublisher
-) -> None:
-    index, follower = tmp_path / "chain" / INDEX, ChainFollower(tmp_path / "chain")
-    publisher.publish(toy.checkpoint(0), version=0, run="r")
-    older = index.read_text()
-    publisher.publish(toy.checkpoint(1), version=1, run="r")
-    follower.advance()
-    index.write_text(older)
-    assert not follower.advance() and follower.policy == Policy("r", 1)
+def test_an_older_copy_of_the_index_takes_nothing_back(chain: Chain) -> None:
+    chain.publish(toy.checkpoint(0))
+    older = chain.index.read_text()
+    chain.publish(toy.checkpoint(1), first=1)
+    chain.follower.advance()
+    chain.index.write_text(older)
+    assert not chain.follower.advance() and chain.follower.policy == Policy("r", 1)
 
 
-@pytest.mark.parametrize("content", [b"no zstd", b""])
-def test_a_file_that_cannot_be_decoded(
-    tmp_path: Path, publisher: ChainPublisher, content: bytes
-) -> None:
-    """Its name, size and SHA-256 are those of the index."""
-    publisher.publish(toy.checkpoint(0), version=0, run="r")
-    folder = tmp_path / "chain"
-    index = json.loads((folder / INDEX).read_text())
-    part = index["links"][0]["anchor"][0]
-    (folder / part["name"]).write_bytes(content)
-    part |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ChainError, match="cannot be read"):
-        ChainFollower(folder).advance()
-
-
-def test_files_of_a_publisher_that_was_killed_go(tmp_path: Path, publisher: ChainPublisher) -> None:
-    folder = tmp_path / "chain"
-    publisher.publish(toy.checkpoint(0), version=0, run="r")
+def test_files_of_a_publisher_that_was_killed_go(chain: Chain) -> None:
+    chain.publish(toy.checkpoint(0))
     for name in ("1-delta-0.safetensors.zst", "1-delta-1.safetensors.zst.tmp"):
-        (folder / name).write_bytes(b"a part of it")
-    publisher.publish(toy.checkpoint(1), version=1, run="r")
-    assert not list(folder.glob("1-*"))
+        (chain.folder / name).write_bytes(b"a part of it")
+    chain.publish(toy.checkpoint(1), first=1)
+    assert not list(chain.folder.glob("1-*"))
 
 
 # -- following
-
-
-class Looks:
-    """What happens between two looks of ``follow``, which ends after the last."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, *events: Callable[[], object]) -> None:
-        self.waits: list[float] = []
-        events_left = iter(events)
-
-        def sleep(seconds: float) -> None:
-            self.waits.append(seconds)
-            event = next(events_left, None)
-            if event is None:
-                raise StopFollowingError
-            event()
-
-        patch.setattr(follower_module, "sleep", sleep)
 
 
 class StopFollowingError(BaseException):
@@ -474,28 +386,24 @@ class StopFollowingError(BaseException):
 
 
 def test_following_goes_on_through_faults(
-    tmp_path: Path,
-    publisher: ChainPublisher,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A folder that is empty yet, an engine that refuses, an index that is torn while an engine
     restarts, an engine that is quarantined at its version, and the version that heals it."""
-    folder, engines = tmp_path / "chain", [trained(), trained()]
-    done = [tensors for _, tensors in versions(3)]
-    begin = engines[0]._begin
-
-    def refuse(message: dict[str, object]) -> dict[str, object]:
-        engines[0]._begin = begin  # type: ignore[method-assign]
-        raise EngineError("not now")
+    engines, done = [trained(), trained()], [*versions(3)]
+    ops: list[int] = []
+    waits: list[float] = []
 
     def refuse_the_first() -> None:
-        engines[0]._begin = refuse  # type: ignore[method-assign]
-        publisher.publish(done[0], version=0, run="r")
+        engines[0].dead = ("begin",)
+        chain.publish(done[0])
+
+    def allow() -> None:
+        engines[0].dead = ()
 
     def tear_and_restart() -> None:
         assert all(holds(engine, done[0]) for engine in engines)
-        (folder / INDEX).write_text("{")
+        chain.index.write_text("{")
         engines[1].ranks = trained().ranks
 
     def quarantine() -> None:
@@ -506,47 +414,47 @@ def test_following_goes_on_through_faults(
     def heal() -> None:
         assert engines[0].ops[ops[0] :].count("begin") == 0, "a version is committed once"
         assert engines[0].ranks[0].state is State.QUARANTINED
-        (folder / INDEX).unlink()
-        publisher.publish(done[1], version=1, run="r")
+        chain.index.unlink()
+        chain.publish(done[1], first=1)
 
-    ops: list[int] = []
-    looks = Looks(monkeypatch, refuse_the_first, lambda: None, tear_and_restart, quarantine, heal)
+    events = iter([refuse_the_first, allow, tear_and_restart, quarantine, heal])
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        event = next(events, None)
+        if event is None:
+            raise StopFollowingError
+        event()
+
+    monkeypatch.setattr(follower_module, "sleep", sleep)
     with caplog.at_level(logging.WARNING), pytest.raises(StopFollowingError):
-        follow(folder, engines, poll_s=0.5)
+        follow(chain.folder, engines, poll_s=0.5)
     assert all(holds(engine, done[1]) for engine in engines)
     assert engines[0].ranks[0].state is State.SERVING
     messages = [r.getMessage() for r in caplog.records if r.name == follower_module.__name__]
-    for what in ("has no version yet", "not now", "is not the index"):
+    for what in ("has no version yet", "cannot be reached", "is not the index"):
         assert sum(what in message for message in messages) == 1, what
-    assert looks.waits[:4] == [1.0, 2.0, 0.5, 1.0], "longer after each look that failed"
+    assert waits[:4] == [1.0, 2.0, 0.5, 1.0], "longer after each look that failed"
 
 
-def test_once_ends_also_where_an_engine_is_ahead(tmp_path: Path, publisher: ChainPublisher) -> None:
-    engines = [trained(), trained()]
-    publisher.publish(toy.checkpoint(0), version=3, run="r")
+def test_once_ends_also_where_an_engine_is_ahead(chain: Chain) -> None:
+    chain.publish(toy.checkpoint(0), first=3)
+    engines = [trained(), chain.engine]
     update(toy.checkpoint(7), engines[0], version=5, run="r")
-    follow(tmp_path / "chain", engines, once=True)
+    follow(chain.folder, engines, once=True)
     assert holds(engines[0], toy.checkpoint(7)) and holds(engines[1], toy.checkpoint(0))
 
 
-def test_an_engine_that_is_gone_holds_up_no_other(
-    tmp_path: Path, publisher: ChainPublisher
-) -> None:
-    gone, here = trained(), trained()
-    publisher.publish(toy.checkpoint(0), version=3, run="r")
-    follower = ChainFollower(tmp_path / "chain")
-    follower.advance()
-    control = gone.control
-
-    def unreachable(message: dict[str, object], timeout_s: float = 9.0) -> dict[str, object]:
-        raise EngineError("the engine cannot be reached")
-
-    gone.control = unreachable  # type: ignore[method-assign]
+def test_an_engine_that_is_gone_holds_up_no_other(chain: Chain) -> None:
+    gone, here = trained(), chain.engine
+    chain.publish(toy.checkpoint(0), first=3)
+    chain.follower.advance()
+    gone.dead = ("status", "layout", "begin")
     with pytest.raises(EngineError, match="cannot be reached"):
-        follower.serve([gone, here])
+        chain.follower.serve([gone, here])
     assert holds(here, toy.checkpoint(0))
-    gone.control = control  # type: ignore[method-assign]
-    assert follower.serve([gone, here])
+    gone.dead = ()
+    assert chain.follower.serve([gone, here])
     assert holds(gone, toy.checkpoint(0))
 
 
@@ -561,27 +469,25 @@ def of_two_ranks(rank: int, folder: Path) -> None:
     """As one rank publishes; a failure of either reaches the other before anything is gathered."""
     engine = trained() if rank == 0 else None
     publisher = ChainPublisher(folder / "chain", engine, EVERY)
-    sizes = []
-    for version, tensors in versions(2):
-        sizes.append(publisher.publish(toy_trainer(tensors), version=version, run="r"))
+
+    def publish(version: int, weights: toy.Tensors) -> int:
+        return publisher.publish(toy_trainer(weights), version=version, run="r")
+
+    sizes = [publish(version, tensors) for version, tensors in enumerate(versions(2))]
     assert sizes[1] < 0.05 * sizes[0]
-
-    def publish(version: int, weights: toy.Tensors = tensors) -> None:
-        publisher.publish(toy_trainer(weights), version=version, run="r")
-
+    *_, tensors = versions(2)
     bad = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
-    for call, why in (
-        (lambda: publish(2, bad), "NaN"),
-        (lambda: publish(1), "already"),
-        (lambda: publish(-1 if rank == 0 else 2), "version is -1"),
-        (lambda: publish(-1 if rank == 1 else 2), "version is -1"),
-        (lambda: publish(2 + rank), "on rank 1"),
+    for version, weights, why in (
+        (2, bad, "NaN"),
+        (1, tensors, "already"),
+        (-1 if rank == 0 else 2, tensors, "version is -1"),
+        (-1 if rank == 1 else 2, tensors, "version is -1"),
+        (2 + rank, tensors, "on rank 1"),
     ):
-        assert why in failure(call)[1]
+        assert why in failure(partial(publish, version, weights))[1]
     publish(2, step(tensors, 7))
     if engine is not None:
-        assert bring(ChainFollower(folder / "chain"), engine) == 2
-        assert holds(engine, step(tensors, 7))
+        arrives(2, step(tensors, 7), ChainFollower(folder / "chain"), engine)
 
 
 def test_two_ranks_publish(tmp_path: Path) -> None:

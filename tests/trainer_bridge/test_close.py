@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import trainer_bridge
-from sgl_fp8rl.protocol.policy import Policy
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up
@@ -23,15 +22,19 @@ from trainer_bridge.updates.update import update
 pytestmark = pytest.mark.timeout(120)
 
 
+def look(engine: FakeEngine) -> None:
+    """Its ranks look after their trainer, as they do between two steps."""
+    for weights in engine.ranks:
+        weights.memory.close_if_orphaned()
+
+
 @contextmanager
 def looping(engine: FakeEngine) -> Iterator[None]:
-    """Its ranks look after their trainer meanwhile, as they do between two steps."""
     done = threading.Event()
 
     def loop() -> None:
         while not done.wait(0.01):
-            for weights in engine.ranks:
-                weights.memory.close_if_orphaned()
+            look(engine)
 
     thread = threading.Thread(target=loop, daemon=True)
     thread.start()
@@ -54,26 +57,23 @@ def test_the_engine_keeps_what_a_living_trainer_shares() -> None:
     engine = engine_of(2)
     for version in range(2):
         update(toy.checkpoint(version), engine, version=version)
-        for weights in engine.ranks:
-            weights.memory.close_if_orphaned()
+        look(engine)
         assert opened(engine) == [1, 1]
     assert "unknown" not in engine.ops
 
 
 def test_a_trainer_that_died_leaves_nothing_open() -> None:
     """The kernel closes its sockets; nothing else tells the engine."""
-    engine, tensors = engine_of(2), toy.checkpoint()
-    update(tensors, engine, version=0)
+    engine = engine_of(2)
+    update(toy.checkpoint(), engine, version=0)
     connection = KEPT.connection_to(engine)
     assert connection._ranks is not None
     connection._ranks.close()
-    for weights in engine.ranks:
-        weights.memory.close_if_orphaned()
+    look(engine)
     assert opened(engine) == [0, 0]
-    assert holds(engine, tensors)
-    tensors = toy.checkpoint(1)
-    update(tensors, engine, version=1)  # as a new trainer would
-    assert holds(engine, tensors)
+    assert holds(engine, toy.checkpoint())
+    update(toy.checkpoint(1), engine, version=1)  # as a new trainer would
+    assert holds(engine, toy.checkpoint(1))
     assert opened(engine) == [1, 1]
 
 
@@ -94,16 +94,15 @@ def test_close_returns_when_every_rank_has_let_go() -> None:
     engine = engine_of(2)
     update(toy.checkpoint(), engine, version=0)
     sender = KEPT.connection_to(engine).sender
-    assert sender is not None
-    bucket = sender._bucket
-    assert bucket is not None and bucket.close.alive
+    assert sender is not None and sender._bucket is not None
+    is_open = sender._bucket.close
+    assert is_open.alive
     with looping(engine):
         trainer_bridge.close(engine)
         assert opened(engine) == [0, 0]
-    assert not bucket.close.alive
-    tensors = toy.checkpoint(1)
-    update(tensors, engine, version=1)
-    assert holds(engine, tensors)
+    assert not is_open.alive
+    update(toy.checkpoint(1), engine, version=1)
+    assert holds(engine, toy.checkpoint(1))
 
 
 def test_a_rank_that_is_busy_does_not_hold_the_trainer() -> None:
@@ -111,8 +110,7 @@ def test_a_rank_that_is_busy_does_not_hold_the_trainer() -> None:
     update(toy.checkpoint(), engine, version=0)
     KEPT.connection_to(engine).close(timeout_s=0.2)  # no rank looks
     assert opened(engine) == [1, 1]
-    for weights in engine.ranks:
-        weights.memory.close_if_orphaned()
+    look(engine)
     assert opened(engine) == [0, 0]
 
 
@@ -144,17 +142,9 @@ def test_what_was_never_updated_can_be_closed(engine: Any) -> None:
     assert KEPT.is_empty
 
 
-@pytest.mark.parametrize("run", ["of one test", "of the next test"])
-def test_tests_share_no_engine(run: str) -> None:
-    """By such a one, a rollout of another test was refused, whose engine had got its port."""
-    assert KEPT.is_empty
-    KEPT.connection_to("http://127.0.0.1:1").policy = Policy(run, 0)
-
-
 def test_at_exit_every_engine_lets_go() -> None:
     engines = [engine_of(1), engine_of(1)]
-    for engine in engines:
-        update(toy.checkpoint(), engine, version=0)
+    update(toy.checkpoint(), engines, version=0)
     with looping(engines[0]), looping(engines[1]):
         KEPT.close_all(timeout_s=60.0)
         assert [opened(engine) for engine in engines] == [[0], [0]]
@@ -163,8 +153,7 @@ def test_at_exit_every_engine_lets_go() -> None:
 def test_at_exit_no_engine_waits_for_a_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """They let go while the busy one is waited for."""
     busy, *engines = (engine_of(1) for _ in range(3))
-    for engine in (busy, *engines):
-        update(toy.checkpoint(), engine, version=0)
+    update(toy.checkpoint(), [busy, *engines], version=0)
     let_go = threading.Event()
 
     class Waited:
@@ -175,7 +164,7 @@ def test_at_exit_no_engine_waits_for_a_busy_one(monkeypatch: pytest.MonkeyPatch)
 
         def detach(self, timeout_s: float) -> None:
             for engine in engines:
-                engine.ranks[0].memory.close_if_orphaned()
+                look(engine)
             if [opened(engine) for engine in engines] == [[0], [0]]:
                 let_go.set()
 

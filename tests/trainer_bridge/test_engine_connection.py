@@ -10,7 +10,6 @@ import torch
 
 from sgl_fp8rl.protocol.policy import Policy
 from tests.trainer_bridge.test_sender import BUCKET_BYTES, GPU, layout
-from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT, EngineConnection
 from trainer_bridge.session.participant import participants_of
 from trainer_bridge.sources.parameters import Named
@@ -26,7 +25,7 @@ class Client:
 
     def __init__(self, state: str = "serving") -> None:
         self.asked = 0
-        self.layout = {**layout(), "state": state}
+        self.layout = layout(state=state)
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         assert message == {"op": "layout"}
@@ -40,18 +39,12 @@ class Client:
 # -- the layout
 
 
-def test_the_layout_is_asked_once() -> None:
+def test_the_layout_is_asked_once_until_a_failure() -> None:
     client = Client()
     connection = EngineConnection(client)
     for _ in range(3):
         assert connection.layout() == client.layout
     assert client.asked == 1
-
-
-def test_the_layout_is_asked_again_after_a_failure() -> None:
-    client = Client()
-    connection = EngineConnection(client)
-    connection.layout()
     client.layout["bucket_bytes"] = 2 * BUCKET_BYTES
     connection.forget()
     assert connection.layout()["bucket_bytes"] == 2 * BUCKET_BYTES
@@ -120,15 +113,17 @@ def test_an_address_is_the_same_in_every_spelling(address: str, others: list[str
 
 
 def test_an_engine_has_one_link_that_ends_with_it() -> None:
-    engine, other = Client(), Client()
+    """And lives as long as its update."""
+    engine, other = InProcess(), Client()
     connection = KEPT.connection_to(engine)
     assert KEPT.connection_to(engine) is connection
     assert KEPT.connection_to(other) is not connection
-    gone = weakref.ref(connection)
-    del connection
+    gone, (member,) = weakref.ref(connection), participants_of([engine])
+    del connection, engine
     gc.collect()
     assert gone() is not None
-    del engine
+    assert member.connection.layout()["state"] == "serving"
+    del member
     gc.collect()
     assert gone() is None
     assert id(other) in KEPT._of_objects
@@ -138,7 +133,7 @@ class InProcess:
     """Stands for an ``sgl.Engine``: another package's class, two of whose objects may be equal."""
 
     def fp8rl_control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
-        return {**layout(), "state": "serving"}
+        return layout(state="serving")
 
     def __eq__(self, other: object) -> bool:  # so it has no hash
         return True
@@ -155,44 +150,20 @@ def test_nothing_is_written_into_an_engine() -> None:
     assert KEPT.connection_to(engine) is not connection
 
 
-def test_an_engine_lives_as_long_as_its_update() -> None:
-    engine = InProcess()
-    (member,), gone = participants_of([engine]), weakref.ref(engine)
-    del engine
-    gc.collect()
-    assert gone() is not None
-    assert member.connection.layout()["state"] == "serving"
-    del member
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.mark.parametrize(
-    ("engine", "name"), [(None, "NoneType"), (object(), "object"), ("host:1", "host:1"), (3, "int")]
-)
-def test_what_is_no_engine(engine: Any, name: str) -> None:
-    with pytest.raises(EngineError, match=f"{name}.*http://"):
-        KEPT.connection_to(engine)
-    assert KEPT.is_empty
-
-
 # -- through which GPU
 
 
-def cuda_tensor(index: int) -> torch.Tensor:
-    return cast(torch.Tensor, SimpleNamespace(is_cuda=True, device=torch.device("cuda", index)))
-
-
 def test_the_gpu_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpus: dict[str, Any] = {"gpus": [GPU]}
-    on_cpu: dict[str, Any] = {"gpus": []}
-    host: Named
-    host, held = [("a", torch.ones(4, 4))], [("b", cuda_tensor(1))]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_of(host, on_gpus) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    held = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    on_host: Named = [("a", torch.ones(4, 4))]
+    on_gpu: Named = [("b", cast(torch.Tensor, held))]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert gpu_of(host, on_gpus) == torch.device("cuda", 3)
-    assert gpu_of(held, on_gpus) == torch.device("cuda", 1)
-    assert gpu_of(host, on_cpu) is None
-    assert gpu_of(held, on_cpu) is None
+    for is_there, named, gpus, found in (
+        (False, on_host, [GPU], None),
+        (True, on_host, [GPU], torch.device("cuda", 3)),
+        (True, on_gpu, [GPU], torch.device("cuda", 1)),
+        (True, on_host, [], None),
+        (True, on_gpu, [], None),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
+        assert gpu_of(named, {"gpus": gpus}) == found

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,19 +21,17 @@ from sgl_fp8rl.receiver.relay.door import MOST_STRANGERS
 from sgl_fp8rl.receiver.session import Session
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from tests.trainer_bridge.test_update import SMALL, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import participant, transaction
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.sources.parameters import Source
 from trainer_bridge.transfer import packer
-from trainer_bridge.transport import rank_client
 from trainer_bridge.transport.relay_client import RelayClient
 from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
 
-SMALL = 2 * 128 * 256 * 2
-"""Bytes: half of it holds 128 rows of the widest BF16 matrix."""
 IMAGE_BYTES = 4 << 20
 """More than the toy model has."""
 GONE_S = 20.0
@@ -51,13 +49,6 @@ def remote_engine(
     engine = kind(ranks, bucket_bytes, image_bytes)
     engine.place = {**here(), "boot": "of another kernel"}
     return engine
-
-
-def holds(engine: FakeEngine, tensors: toy.Tensors) -> bool:
-    return all(
-        toy.same(toy.contents(w.model), toy.expected(tensors, rank, len(engine.ranks)))
-        for rank, w in enumerate(engine.ranks)
-    )
 
 
 def hang_up(engine: FakeEngine) -> None:
@@ -84,82 +75,38 @@ def begin_by_hand(engine: FakeEngine, which: int = 0) -> dict[str, Any]:
     return engine.control(begin)
 
 
-@pytest.fixture(autouse=True)
-def no_socket_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The trainer may not connect to a rank's own socket; those that it tried."""
-    tried: list[str] = []
-    connect = rank_client._connect
-    monkeypatch.setattr(
-        rank_client, "_connect", lambda path, *rest: tried.append(path) or connect(path, *rest)
-    )
-    yield tried
+def sent(engines: Any, tensors: toy.Tensors, version: int, stream: bool = False) -> float:
+    """An update after which all engines hold the oracle's bytes: what of it went over the network,
+    for each byte of the weights."""
+    result = update(iter(tensors.items()) if stream else tensors, engines, version=version)
+    for engine in engines if isinstance(engines, list) else [engines]:
+        assert holds(engine, tensors), version
+    return result.network_bytes / result.bytes
 
 
-@pytest.mark.guarantee("all-or-none", fault="an engine on another host, one and two ranks")
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_update_over_tcp_leaves_the_oracles_bytes(
-    tp: int, bucket_bytes: int, stream: bool, no_socket_of_a_rank: list[str]
-) -> None:
-    engine = remote_engine(tp, bucket_bytes)
-    for version in range(3):
-        tensors = toy.checkpoint(version)
-        update(iter(tensors.items()) if stream else tensors, engine, version=version)
-        assert holds(engine, tensors)
-        assert [w.policy.version for w in engine.ranks] == [version] * tp
-    assert not no_socket_of_a_rank
-    assert len(engine.memories.by_name) == 1, "one bucket for all ranks, kept between updates"
-    hang_up(engine)
-
-
-def test_codes_and_scales_travel() -> None:
-    """What the engine keeps in FP8, once it has said so; a local engine on a CPU is sent BF16."""
-    local, remote = FakeEngine([toy.engine(toy.toy(), toy.SHAPES)]), remote_engine(2)
-    tensors = toy.checkpoint(0)
-    fp8 = [tensors[name] for name in toy.FP8_NAMES]
-    scales = sum(4 * math.prod(-(-size // 128) for size in weight.shape) for weight in fp8)
-    sent = [[update(tensors, e, version=v).bytes for v in range(2)] for e in (local, remote)]
-    assert holds(local, tensors) and holds(remote, tensors)
-    bf16 = sum(2 * tensor.numel() for tensor in tensors.values())
-    assert sent == [[bf16] * 2, [bf16 - sum(w.numel() for w in fp8) + scales] * 2]
-
-
-def test_masters_in_fp32_make_the_codes_of_bf16() -> None:
-    engine = remote_engine()
-    for version in range(2):
-        tensors = toy.checkpoint(version)
-        update({name: t.float() for name, t in tensors.items()}, engine, version=version)
-        assert holds(engine, tensors)
+def imaged(count: int = 1, tp: int = 1) -> list[FakeEngine]:
+    """Engines that keep what changes can be sent of: version 0."""
+    engines = [remote_engine(tp, SMALL, IMAGE_BYTES) for _ in range(count)]
+    sent(engines, toy.checkpoint(0), 0)
+    return engines
 
 
 def test_a_large_weight_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "ENCODED_AT_ONCE", 128 * 128)
     engine = remote_engine()
     for version in range(2):
-        update(toy.checkpoint(version), engine, version=version)
-        assert holds(engine, toy.checkpoint(version))
+        sent(engine, toy.checkpoint(version), version)
 
 
 def test_a_trainer_may_be_silent_between_updates() -> None:
     """Its steps take longer than any pause within an update may; the bucket is not made anew."""
     engine = remote_engine()
     engine.silence_s = 4.0
-    update(toy.checkpoint(0), engine, version=0)
+    sent(engine, toy.checkpoint(0), 0)
     (bucket,) = engine.memories.by_name
     time.sleep(1.5 * engine.silence_s)
-    update(toy.checkpoint(1), engine, version=1)
+    sent(engine, toy.checkpoint(1), 1)
     assert list(engine.memories.by_name) == [bucket]
-    assert holds(engine, toy.checkpoint(1))
-
-
-def test_a_local_and_a_remote_engine_commit_together() -> None:
-    local = FakeEngine([toy.engine(toy.toy(), toy.SHAPES)])
-    remote = remote_engine(2)
-    for version in range(2):
-        tensors = toy.checkpoint(version)
-        update(tensors, [local, remote], version=version)
-        assert holds(local, tensors) and holds(remote, tensors)
 
 
 def test_engines_of_several_hosts_share_what_is_sent() -> None:
@@ -168,27 +115,10 @@ def test_engines_of_several_hosts_share_what_is_sent() -> None:
     for number, engine in enumerate(engines):
         engine.visible_gpus = [f"GPU {number}"]
     for version in range(2):
-        update(step(toy.checkpoint(0), version), engines, version=version)
-    connections = [KEPT.connection_to(engine) for engine in engines]
-    assert len({id(connection.sender) for connection in connections}) == 1
-    bases = [connection.base for connection in connections]
-    assert bases[0] is not None and bases[0] is bases[1]
-    assert all(holds(engine, step(toy.checkpoint(0), 1)) for engine in engines)
-
-
-@pytest.mark.guarantee("quarantine", fault="NaN in an update of an engine on another host")
-def test_nan_quarantines_and_the_next_update_heals() -> None:
-    engine = remote_engine(2)
-    tensors = toy.checkpoint(0)
-    update(tensors, engine, version=0)
-    bad = {name: tensor.clone() for name, tensor in toy.checkpoint(1).items()}
-    name = next(name for name, tensor in bad.items() if tensor.dim() == 2)
-    bad[name].view(-1)[-1] = torch.nan
-    with pytest.raises(EngineError, match=r"NaN"):
-        update(bad, engine, version=1)
-    assert {w.state for w in engine.ranks} == {State.QUARANTINED}
-    update(toy.checkpoint(2), engine, version=2)
-    assert holds(engine, toy.checkpoint(2))
+        sent(engines, step(toy.checkpoint(0), version), version)
+    one, other = map(KEPT.connection_to, engines)
+    assert one.sender is other.sender is not None
+    assert one.base is other.base is not None
 
 
 @contextmanager
@@ -214,39 +144,37 @@ def failing_in_chunk(number: int, how: str) -> Iterator[None]:
 
 
 @pytest.mark.guarantee("quarantine", fault="the network stalls or breaks in the middle of a chunk")
-@pytest.mark.parametrize("how", ["breaks", "stalls"])
-def test_a_connection_that_fails_in_a_chunk(how: str) -> None:
+@pytest.mark.guarantee("quarantine", fault="NaN in an update of an engine on another host")
+@pytest.mark.parametrize("how", ["breaks", "stalls", "NaN"])
+def test_an_update_that_fails_in_a_chunk(how: str) -> None:
     """The trainer and the engine both learn of it, and no rank goes on with what it has."""
-    engine = remote_engine(2, SMALL)
-    update(toy.checkpoint(0), engine, version=0)
+    engine, tensors = remote_engine(2, SMALL), toy.checkpoint(1)
+    sent(engine, toy.checkpoint(0), 0)
     engine.silence_s = 3.0 if how == "stalls" else 30.0
-    with failing_in_chunk(3, how), pytest.raises(EngineError, match=r"ended|gone|silent"):
-        update(toy.checkpoint(1), engine, version=1)
+    if how == "NaN":
+        tensors["attn.o.weight"][-1, -1] = torch.nan
+    failing = nullcontext() if how == "NaN" else failing_in_chunk(3, how)
+    with failing, pytest.raises(EngineError, match=r"ended|gone|silent|attn.o.weight holds NaN"):
+        update(tensors, engine, version=1)
     assert {w.state for w in engine.ranks} == {State.QUARANTINED}
     engine.silence_s = 30.0
-    update(toy.checkpoint(2), engine, version=2)
-    assert holds(engine, toy.checkpoint(2))
+    sent(engine, toy.checkpoint(2), 2)
 
 
 def test_a_peer_without_the_token_is_turned_away() -> None:
     engine = remote_engine()
-    before = toy.contents(engine.ranks[0].model)
-    begin = engine.control
+    begin = engine._begin
 
-    def intruded(message: dict[str, object], timeout_s: float) -> dict[str, object]:
+    def intruded(message: dict[str, Any]) -> dict[str, Any]:
         reply = begin(message)
-        if "relay" in reply:
-            for hello in ({"token": "another"}, {"token": 1}, {}):
-                with socket.create_connection(("127.0.0.1", reply["relay"]["port"])) as peer:
-                    framing.send(peer, hello)
-                    assert "another session" in framing.receive(peer)[0]["error"]
+        for hello in ({"token": "another"}, {"token": 1}, {}) if "relay" in reply else ():
+            with socket.create_connection(("127.0.0.1", reply["relay"]["port"])) as peer:
+                framing.send(peer, hello)
+                assert "another session" in framing.receive(peer)[0]["error"]
         return reply
 
-    engine.control = intruded  # type: ignore[method-assign]
-    update(toy.checkpoint(0), engine, version=0)
-    assert holds(engine, toy.checkpoint(0)) and not toy.same(
-        before, toy.contents(engine.ranks[0].model)
-    )
+    engine._begin = intruded  # type: ignore[method-assign]
+    sent(engine, toy.checkpoint(0), 0)
 
 
 @pytest.mark.guarantee("all-or-none", fault="silent connections to an engine's relay")
@@ -254,45 +182,65 @@ def test_a_peer_without_the_token_is_turned_away() -> None:
 def test_silent_peers_hold_up_nobody(silent: int) -> None:
     """More than could be heard one after the other, and more than are heard at a time."""
     engine = remote_engine()
-    begin = engine.control
+    begin = engine._begin
     with ExitStack() as stack:
 
-        def crowded(message: dict[str, object], timeout_s: float) -> dict[str, object]:
+        def crowded(message: dict[str, Any]) -> dict[str, Any]:
             reply = begin(message)
-            if "relay" in reply:
+            for number in range(silent) if "relay" in reply else ():
                 address = "127.0.0.1", reply["relay"]["port"]
-                for number in range(silent):
-                    peer = stack.enter_context(socket.create_connection(address))
-                    peer.sendall(b"\0" * (number % 4))  # a hello that does not go on
+                peer = stack.enter_context(socket.create_connection(address))
+                peer.sendall(b"\0" * (number % 4))  # a hello that does not go on
             return reply
 
-        engine.control = crowded  # type: ignore[method-assign]
+        engine._begin = crowded  # type: ignore[method-assign]
         for version in range(2):
-            update(toy.checkpoint(version), engine, version=version)
-            assert holds(engine, toy.checkpoint(version))
+            sent(engine, toy.checkpoint(version), version)
+
+
+BUCKET = {"op": "bucket", "name": "b", "bytes": SMALL}
+CHUNK = {"op": "chunk", "offset": 0, "bytes": 512, "index": 0}
+
+
+@contextmanager
+def connected(begun: dict[str, Any]) -> Iterator[socket.socket]:
+    """A connection to the relay of a session."""
+    address = "127.0.0.1", begun["relay"]["port"]
+    with socket.create_connection(address, timeout=GONE_S) as peer:
+        framing.send(peer, {"token": begun["token"]})
+        assert framing.receive(peer)[0]["known"] == []
+        yield peer
 
 
 @pytest.mark.parametrize(
-    ("message", "why"),
+    ("sound", "message", "why"),
     [
-        ({"op": "bucket", "name": "b", "bytes": 1 << 40}, "bucket is 1099511627776 bytes"),
-        ({"op": "bucket", "name": "b", "bytes": -1}, "bucket is -1 bytes"),
-        ({"op": "bucket", "name": 3, "bytes": 512}, "install the same sgl-fp8rl"),
-        ({"op": "chunk", "index": 0, "offset": 0, "bytes": 0}, "before its bucket"),
-        ({"op": "chunk", "index": 0}, "before its bucket"),
+        ([], {**BUCKET, "bytes": 1 << 40}, "bucket is 1099511627776 bytes"),
+        ([], {**BUCKET, "bytes": -1}, "bucket is -1 bytes"),
+        ([], {**BUCKET, "name": 3}, "install the same sgl-fp8rl"),
+        ([], {**CHUNK, "bytes": 0}, "before its bucket"),
+        ([], {"op": "chunk", "index": 0}, "before its bucket"),
+        ([], {**CHUNK, "change": 3}, "before its bucket"),
+        ([BUCKET], {**CHUNK, "change": -1}, "more than its chunk"),
+        ([BUCKET], {**CHUNK, "change": 513}, "more than its chunk"),
+        ([BUCKET], {**CHUNK, "change": True}, "cannot be changed"),
+        ([BUCKET], {**CHUNK, "change": 3, "index": None}, "cannot be changed"),
+        ([BUCKET, {**CHUNK, "change": 3}, b"\0\0\0"], {"op": "finish"}, "does not fit"),
     ],
 )
-def test_memory_that_is_not_there_ends_the_session(message: dict[str, object], why: str) -> None:
-    engine = remote_engine(2)
-    update(toy.checkpoint(0), engine, version=0)
+def test_what_cannot_be_a_chunk_ends_the_session(sound: list[Any], message: Any, why: str) -> None:
+    (engine,) = imaged(tp=2)
     hang_up(engine)
-    relayed = begin_by_hand(engine)
-    with socket.create_connection(("127.0.0.1", relayed["relay"]["port"])) as peer:
-        peer.settimeout(GONE_S)
-        framing.send(peer, {"token": relayed["token"]})
-        assert framing.receive(peer)[0]["known"] == []
+    with connected(begin_by_hand(engine)) as peer:
+        for each in sound:
+            if isinstance(each, bytes):
+                peer.sendall(each)
+            else:
+                framing.send(peer, each)
+            if each is BUCKET or isinstance(each, bytes):
+                framing.receive(peer)
         framing.send(peer, message)
-        (reply,) = framing.receive(peer)[0]["replies"]
+        reply, *_ = framing.receive(peer)[0]["replies"]
         assert why in reply["error"]
     assert engine.control({"op": "end"}) == {"ended": True}
     assert {w.state for w in engine.ranks} == {State.SERVING}, "nothing was written"
@@ -318,21 +266,18 @@ def forget(engine: FakeEngine) -> None:
 
 
 # 20 s alone, more than 120 beside three other suites on two cores
+# 20 s alone, more than 120 beside three other suites on two cores
 @pytest.mark.timeout(600)
 @pytest.mark.guarantee("all-or-none", fault="200 updates of what changed, with faults between")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
-    engine = remote_engine(tp, SMALL, IMAGE_BYTES)
-    tensors = toy.checkpoint(0)
-    first = update(tensors, engine, version=0)
-    assert first.network_bytes >= first.bytes
-    sent = []
+    (engine,), tensors, parts = imaged(tp=tp), toy.checkpoint(0), []
     for version in range(1, 201):
         before, tensors = tensors, step(tensors, version)
         if version % 20 == 5:  # found when most chunks are written
-            bad = {**tensors, "norm.weight": torch.full((toy.HIDDEN,), torch.nan)}
+            bad = {**tensors, "norm.weight": torch.full((toy.HIDDEN,), torch.nan, dtype=toy.BF16)}
             with pytest.raises(EngineError, match="NaN"):
-                update({n: t.to(torch.bfloat16) for n, t in bad.items()}, engine, version=version)
+                update(bad, engine, version=version)
             assert {w.state for w in engine.ranks} == {State.SERVING}, "it went back"
             assert holds(engine, before), version
         if version % 20 == 10:
@@ -343,14 +288,13 @@ def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
             forget(engine)
         if version % 20 == 0:
             tensors = toy.checkpoint(version)
-        result = update(tensors, engine, version=version)
-        assert holds(engine, tensors), version
+        part = sent(engine, tensors, version)
         if version % 5:
-            sent.append(result.network_bytes / result.bytes)
+            parts.append(part)
         else:
-            assert result.network_bytes > 0.3 * result.bytes or version % 20 in (5, 10), version
+            assert part > 0.3 or version % 20 in (5, 10), version
     # 0.1% of BF16 changes: 1 or 2 bytes, 3 bytes a record; codes change less often
-    assert max(sent) < 0.02, max(sent)
+    assert max(parts) < 0.02, max(parts)
 
 
 @pytest.mark.guarantee("one-version", fault="the network breaks or stalls in a change")
@@ -358,27 +302,20 @@ def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_a_change_that_is_torn_changes_nothing(how: str, chunk: int) -> None:
     """All changes are on the engine's host before a rank writes the first of them."""
-    engine = remote_engine(2, SMALL, IMAGE_BYTES)
-    tensors = toy.checkpoint(0)
-    update(tensors, engine, version=0)
+    (engine,), tensors = imaged(tp=2), toy.checkpoint(0)
     engine.silence_s = 3.0 if how == "stalls" else 30.0
     with failing_in_chunk(chunk, how), pytest.raises(EngineError, match=r"ended|gone|silent"):
         update(step(tensors, 1), engine, version=1)
-    assert {w.state for w in engine.ranks} == {State.SERVING}
-    assert {w.policy.version for w in engine.ranks} == {0}
+    assert {(w.state, w.policy.version) for w in engine.ranks} == {(State.SERVING, 0)}
     assert holds(engine, tensors)
     engine.silence_s = 30.0
-    result = update(step(tensors, 2), engine, version=2)
-    assert result.network_bytes < 0.1 * result.bytes
-    assert holds(engine, step(tensors, 2))
+    assert sent(engine, step(tensors, 2), 2) < 0.1
 
 
 @pytest.mark.guarantee("all-or-none", fault="the trainer is interrupted between two commits")
 def test_changes_are_not_undone_after_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine has committed, so the other one must not go back to the version before."""
-    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
-    tensors = toy.checkpoint(0)
-    update(tensors, engines, version=0)
+    engines, tensors = imaged(2), step(toy.checkpoint(0), 1)
 
     def interrupted(calls: Any) -> Any:
         for call in calls.values():
@@ -388,111 +325,49 @@ def test_changes_are_not_undone_after_the_decision(monkeypatch: pytest.MonkeyPat
         return at_once(calls)
 
     at_once = transaction._at_once
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(transaction, "_at_once", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            update(step(tensors, 1), engines, version=1)
+        update(tensors, engines, version=1)
     states = [(w.state, w.policy.version) for engine in engines for w in engine.ranks]
     assert states[0] == (State.SERVING, 1) and states[1][0] is State.QUARANTINED
-    update(step(tensors, 1), engines, version=1)
-    assert all(holds(engine, step(tensors, 1)) for engine in engines)
+    sent(engines, tensors, 1)
 
 
 def test_several_engines_each_get_what_they_lack() -> None:
     """One was restarted; one keeps no image; the others are sent changes."""
-    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(3)] + [remote_engine(2, SMALL)]
-    tensors = toy.checkpoint(0)
-    update(tensors, engines, version=0)
+    engines, tensors = [*imaged(3), remote_engine(2, SMALL)], toy.checkpoint(0)
+    sent(engines, tensors, 1)
     forget(engines[1])
     tensors = step(tensors, 1)
-    result = update(tensors, engines, version=1)
-    assert all(holds(engine, tensors) for engine in engines)
-    assert 2 * result.bytes <= result.network_bytes < 2.1 * result.bytes
-    tensors = step(tensors, 2)
-    result = update(tensors, engines, version=2)
-    assert all(holds(engine, tensors) for engine in engines)
-    assert result.bytes <= result.network_bytes < 1.1 * result.bytes
+    assert 2 <= sent(engines, tensors, 2) < 2.1
+    assert 1 <= sent(engines, step(tensors, 2), 3) < 1.1
 
 
 def test_a_whole_update_frees_the_image_of_the_last_one() -> None:
-    engine, away = (remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2))
-    tensors = toy.checkpoint(0)
-    update(tensors, [engine, away], version=0)
+    engine, away = imaged(2)
     last = KEPT.connection_to(away).base
     assert last is not None and last.image._chunks
     forget(engine)
-    update(tensors, engine, version=1)
+    sent(engine, toy.checkpoint(0), 1)
     assert not last.image._chunks  # though the other engine was not asked
-    tensors = step(tensors, 2)
-    update(tensors, [engine, away], version=2)
-    assert holds(engine, tensors) and holds(away, tensors)
+    sent([engine, away], step(toy.checkpoint(0), 2), 2)
 
 
 def test_the_changes_of_another_trainer_are_not_taken_for_ours() -> None:
     """It has updated the engine meanwhile: what this one sends next is whole."""
-    engine = remote_engine(1, SMALL, IMAGE_BYTES)
-    tensors = toy.checkpoint(0)
-    update(tensors, engine, version=0)
+    (engine,) = imaged()
     connection = KEPT.connection_to(engine)
     mine, connection.base = connection.base, None  # another process begins without any
     assert mine is not None
-    update(toy.checkpoint(5), engine, version=1)
+    sent(engine, toy.checkpoint(5), 1)
     connection.base = mine
-    tensors = step(tensors, 1)
-    result = update(tensors, engine, version=2)
-    assert result.network_bytes >= result.bytes
-    assert holds(engine, tensors)
-
-
-def test_an_image_that_is_too_large_is_not_kept() -> None:
-    engine = remote_engine(1, SMALL, 100_000)
-    for version in range(3):
-        result = update(toy.checkpoint(version), engine, version=version)
-        assert result.network_bytes >= result.bytes
-        assert holds(engine, toy.checkpoint(version))
-    assert KEPT.connection_to(engine).base is None
-
-
-@pytest.mark.parametrize(
-    ("message", "why"),
-    [
-        ({"index": 0, "change": 3}, "before its bucket"),
-        ({"index": 0, "change": -1, "bucket": True}, "more than its chunk"),
-        ({"index": 0, "change": 513, "bucket": True}, "more than its chunk"),
-        ({"index": 0, "change": True, "bucket": True}, "cannot be changed"),
-        ({"index": None, "change": 3, "bucket": True}, "cannot be changed"),
-        ({"index": 0, "change": 3, "bucket": True, "payload": b"\0\0\0"}, "does not fit"),
-    ],
-)
-def test_changes_of_nothing_end_the_session(message: dict[str, object], why: str) -> None:
-    engine = remote_engine(2, image_bytes=IMAGE_BYTES)
-    update(toy.checkpoint(0), engine, version=0)
-    hang_up(engine)
-    relayed = begin_by_hand(engine)
-    payload, has_bucket = message.pop("payload", b""), message.pop("bucket", False)
-    with socket.create_connection(("127.0.0.1", relayed["relay"]["port"])) as peer:
-        peer.settimeout(GONE_S)
-        framing.send(peer, {"token": relayed["token"]})
-        framing.receive(peer)
-        if has_bucket:
-            framing.send(peer, {"op": "bucket", "name": "b", "bytes": 1 << 20})
-            framing.receive(peer)
-        framing.send(peer, {"op": "chunk", "offset": 0, "bytes": 512, **message})
-        if payload:
-            peer.sendall(payload)
-            framing.receive(peer)
-            framing.send(peer, {"op": "finish"})
-        reply, *_ = framing.receive(peer)[0]["replies"]
-        assert why in reply["error"]
-    assert engine.control({"op": "end"}) == {"ended": True}
-    assert {w.state for w in engine.ranks} == {State.SERVING}, "nothing was written"
+    assert sent(engine, step(toy.checkpoint(0), 1), 2) >= 1
 
 
 def test_a_torn_change_of_another_rank_is_missed_by_the_vote() -> None:
     """Half a change, and then nothing; the first rank, which nobody told, has engines vote."""
-    engine = remote_engine(1, SMALL, IMAGE_BYTES)
-    for version in range(2):
-        update(step(toy.checkpoint(0), version), engine, version=version)
+    (engine,), tensors = imaged(), step(toy.checkpoint(0), 1)
+    sent(engine, tensors, 1)
     hang_up(engine)
     begun = begin_by_hand(engine, -1)
     writer = [*engine.ranks[0]._writers.values()][-1]
@@ -504,14 +379,8 @@ def test_a_torn_change_of_another_rank_is_missed_by_the_vote() -> None:
         size = slices[-1].offset - start + spec.nbytes // spec.shape[0] * (high - low)
         return {"offset": start, "bytes": size}
 
-    def connected() -> socket.socket:
-        peer = socket.create_connection(("127.0.0.1", begun["relay"]["port"]), timeout=GONE_S)
-        framing.send(peer, {"token": begun["token"]})
-        assert framing.receive(peer)[0]["ok"]
-        return peer
-
-    with connected() as first, connected() as other:
-        framing.send(first, {"op": "bucket", "name": "bucket", "bytes": SMALL})
+    with connected(begun) as first, connected(begun) as other:
+        framing.send(first, BUCKET)
         framing.receive(first)
         for index in range(len(writer.chunks)):
             chunk = {"op": "chunk", "index": index, **place(index)}
@@ -529,36 +398,24 @@ def test_a_torn_change_of_another_rank_is_missed_by_the_vote() -> None:
         assert "missing" in answer["replies"][0]["error"]
     assert engine.control({"op": "end"})["ended"]
     assert {w.state for w in engine.ranks} == {State.SERVING}, "the other changes were undone"
-    assert holds(engine, step(toy.checkpoint(0), 1))
-
-
-def slow_reads(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """A trainer that takes so long to gather each parameter."""
-    read = Source.read
-
-    def slow(self: Source, parameter: torch.Tensor) -> torch.Tensor:
-        time.sleep(seconds)
-        return read(self, parameter)
-
-    patch.setattr(Source, "read", slow)
+    assert holds(engine, tensors)
 
 
 def test_ranks_hear_of_a_slow_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the engine's host only collects what changes."""
-    engine = remote_engine(2, SMALL, IMAGE_BYTES)
-    tensors = toy.checkpoint(0)
-    update(tensors, engine, version=0)
+    (engine,), tensors, read = imaged(tp=2), step(toy.checkpoint(0), 1), Source.read
     engine.silence_s = 4.5
-    slow_reads(monkeypatch, 6.0 / len(tensors))
-    update(step(tensors, 1), engine, version=1)
-    assert holds(engine, step(tensors, 1))
+
+    def slow(self: Source, parameter: torch.Tensor) -> torch.Tensor:
+        time.sleep(6.0 / len(tensors))
+        return read(self, parameter)
+
+    monkeypatch.setattr(Source, "read", slow)
+    sent(engine, tensors, 1)
 
 
 def test_each_chunk_may_take_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = remote_engine(1, SMALL, IMAGE_BYTES)
-    tensors = toy.checkpoint(0)
-    update(tensors, engine, version=0)
-    change = Session.change
+    (engine,), change = imaged(), Session.change
 
     def slow(self: Session, index: int, size: int) -> None:
         time.sleep(0.8)
@@ -567,17 +424,15 @@ def test_each_chunk_may_take_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(participant, "STEP_TIMEOUT_S", 3.0)
     monkeypatch.setattr(Session, "change", slow)
     began = time.monotonic()
-    update(step(tensors, 1), [engine], version=1)
+    sent([engine], step(toy.checkpoint(0), 1), 1)
     assert time.monotonic() - began > 2 * participant.STEP_TIMEOUT_S
-    assert holds(engine, step(tensors, 1))
 
 
 def test_streams_go_on_after_an_engine_that_was_not_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = remote_engine(1, SMALL, IMAGE_BYTES)
-    tensors = toy.checkpoint(0)
-    update(iter(tensors.items()), engine, version=0)
+    engine, tensors = remote_engine(1, SMALL, IMAGE_BYTES), toy.checkpoint(0)
+    sent(engine, tensors, 0, stream=True)
     with monkeypatch.context() as patch:
         patch.setattr(rank_server, "CONNECT_TIMEOUT_S", 0.5)
 
@@ -587,20 +442,15 @@ def test_streams_go_on_after_an_engine_that_was_not_reached(
         patch.setattr(socket, "create_connection", unreachable)
         with pytest.raises(EngineError, match="no route to host"):
             update(iter(tensors.items()), engine, version=1)
-    sent = []
     for version in range(2, 6):
         tensors = step(tensors, version)
-        sent.append(update(iter(tensors.items()), engine, version=version))
-        assert holds(engine, tensors)
-    assert sent[-1].network_bytes < 0.1 * sent[-1].bytes
+        part = sent(engine, tensors, version, stream=True)
+    assert part < 0.1
 
 
 def test_a_commit_whose_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C: the engine holds an update that its trainer has no image of."""
-    engine = remote_engine(2, SMALL, IMAGE_BYTES)
-    before = toy.checkpoint(0)
-    update(before, engine, version=0)
-    ask = RelayClient.ask
+    (engine,), before, ask = imaged(tp=2), toy.checkpoint(0), RelayClient.ask
 
     def interrupted(self: RelayClient, message: dict[str, Any], fds: Any = ()) -> Any:
         if message["op"] != "commit":
@@ -608,21 +458,15 @@ def test_a_commit_whose_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         self.send(message, fds)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RelayClient, "ask", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            update(step(before, 1), engine, version=1)
-    result = update(before, engine, version=2)
-    assert result.network_bytes >= result.bytes
-    assert holds(engine, before)
+        update(step(before, 1), engine, version=1)
+    assert sent(engine, before, 2) >= 1
 
 
 def test_an_image_whose_change_is_interrupted_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C on the trainer; an engine that was not in this update still has the one before."""
-    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
-    tensors = toy.checkpoint(0)
-    update(tensors, engines, version=0)
-    left = [3]
+    engines, tensors, left = imaged(2), toy.checkpoint(0), [3]
 
     def interrupted(content: torch.Tensor, delta: torch.Tensor) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -631,25 +475,18 @@ def test_an_image_whose_change_is_interrupted_is_no_image(monkeypatch: pytest.Mo
                 raise KeyboardInterrupt
         apply(content, delta)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(image, "apply", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            update(step(tensors, 1), engines[0], version=1)
-    tensors = step(tensors, 2)
+        update(step(tensors, 1), engines[0], version=1)
     for version, engine in enumerate(reversed(engines), 2):
-        result = update(tensors, engine, version=version)
-        assert result.network_bytes >= result.bytes
-        assert holds(engine, tensors)
-
-
-def no_memory(*_: object) -> None:
-    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        assert sent(engine, step(tensors, 2), version) >= 1
 
 
 def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = remote_engine(1, SMALL, IMAGE_BYTES)
-    tensors = toy.checkpoint(0)
-    update(tensors, engine, version=0)
+    (engine,), tensors = imaged(), toy.checkpoint(0)
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     began = time.monotonic()
     with monkeypatch.context() as patch:
@@ -658,37 +495,28 @@ def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.Monkey
             update(step(tensors, 1), engine, version=1)
     assert time.monotonic() - began < GONE_S < engine.silence_s
     assert {w.state for w in engine.ranks} == {State.SERVING}
-    update(step(tensors, 2), engine, version=2)
-    assert holds(engine, step(tensors, 2))
+    sent(engine, step(tensors, 2), 2)
 
 
 def test_after_two_failures_no_base_is_kept() -> None:
     """Also that of an engine that holds another one than changes were of."""
-    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
-    tensors = toy.checkpoint(0)
-    for engine in engines:
-        update(tensors, engine, version=0)
+    engines, tensors = [*imaged(), *imaged()], toy.checkpoint(0)
     connections = [KEPT.connection_to(engine) for engine in engines]
-    bad = {name: tensor.clone() for name, tensor in step(tensors, 1).items()}
-    next(tensor for tensor in bad.values() if tensor.dim() == 2)[0, 0] = math.nan
+    bad = step(tensors, 1)
+    bad["attn.q.weight"][0, 0] = math.nan
     for keeps in (True, False):
         with pytest.raises(EngineError, match="NaN"):
             update(bad, engines, version=1)
         assert [each.base is not None for each in connections] == [keeps, keeps]
-    update(step(tensors, 2), engines, version=2)
-    assert all(holds(engine, step(tensors, 2)) for engine in engines)
+    sent(engines, step(tensors, 2), 2)
 
 
 def test_a_trainer_keeps_no_image_that_no_engine_keeps() -> None:
-    engine = remote_engine(1, SMALL, IMAGE_BYTES)
-    update(toy.checkpoint(0), engine, version=0)
-    assert KEPT.connection_to(engine).base is not None
-    engine.memories.most_image_bytes = 1000  # restarted with less
-    update(toy.checkpoint(1), engine, version=1)
-    assert KEPT.connection_to(engine).base is None
-    engine.memories.most_image_bytes = IMAGE_BYTES
-    update(toy.checkpoint(2), engine, version=2)
-    assert KEPT.connection_to(engine).base is not None
-    engine.memories.most_image_bytes = 0
-    update(toy.checkpoint(3), engine, version=3)
-    assert KEPT.connection_to(engine).base is None
+    """Nor where it is too large: it was restarted with less, or with none, say."""
+    (engine,) = imaged()
+    connection = KEPT.connection_to(engine)
+    assert connection.base is not None
+    for version, most in enumerate((1000, 100_000, IMAGE_BYTES, 0), start=1):
+        engine.memories.most_image_bytes = most
+        assert sent(engine, toy.checkpoint(version), version) >= 1
+        assert (connection.base is not None) == (most == IMAGE_BYTES)

@@ -7,13 +7,14 @@ import pytest
 
 from sgl_fp8rl.protocol import nixl_memory
 from sgl_fp8rl.protocol.nixl_memory import Writer
-from sgl_fp8rl.receiver.relay.memory import RelayMemory
 from tests.fuzz.decoder import to_frames
 from tests.fuzz.frames import arrived
 from tests.fuzz.relay import BUCKET, CHUNK, threadless
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, hang_up, holds, remote_engine
+from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, sent
+from tests.trainer_bridge.test_matrix import Way
+from tests.trainer_bridge.test_update import SMALL, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.updates.update import update
 
@@ -46,37 +47,22 @@ def test_plain_tcp_needs_a_word(transports: str | None, monkeypatch: pytest.Monk
         nixl_memory.check_usable()
 
 
-def nixl_engine(bucket_bytes: int, image_bytes: int = 0) -> FakeEngine:
+def nixl_engine(image_bytes: int = 0) -> FakeEngine:
     pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
-    engine = remote_engine(2, bucket_bytes, image_bytes)
-    engine.memories = RelayMemory(bucket_bytes, image_bytes, network="nixl")
-    return engine
-
-
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
-def test_an_update_leaves_the_oracles_bytes(bucket_bytes: int) -> None:
-    engine = nixl_engine(bucket_bytes)
-    for version in range(3):
-        tensors = toy.checkpoint(version)
-        update(iter(tensors.items()) if version == 1 else tensors, engine, version=version)
-        assert holds(engine, tensors)
-        assert len(engine.memories.exposed) == 1
-    hang_up(engine)
-    assert not engine.memories.exposed, "what nobody uses is exposed no more"
+    return Way(SMALL, image_bytes, network="nixl").engine(2)
 
 
 def test_changes_go_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, written, write = nixl_engine(SMALL, IMAGE_BYTES), [], Writer.write
+    engine, written, write = nixl_engine(IMAGE_BYTES), [], Writer.write
     monkeypatch.setattr(Writer, "write", lambda *args: written.append(args) or write(*args))
     for version in range(3):
         written.clear()
-        update(toy.checkpoint(version), engine, version=version)
-        assert holds(engine, toy.checkpoint(version))
+        sent(engine, toy.checkpoint(version), version)
         assert bool(written) == (version == 0)
 
 
 def test_a_transfer_that_fails_ends_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, write = nixl_engine(SMALL), Writer.write
+    engine, write = nixl_engine(), Writer.write
     update(toy.checkpoint(0), engine, version=0)
     (exposed,) = engine.memories.exposed.values()
     with monkeypatch.context() as patch:
@@ -86,6 +72,5 @@ def test_a_transfer_that_fails_ends_the_update(monkeypatch: pytest.MonkeyPatch) 
     engine.control({"op": "end"})
     assert holds(engine, toy.checkpoint(0)), "no rank was told of a chunk"
     assert not engine.memories.exposed, "what was on its way may not come into the next update"
-    update(toy.checkpoint(2), engine, version=2)
+    sent(engine, toy.checkpoint(2), 2)
     assert exposed not in engine.memories.exposed.values()
-    assert holds(engine, toy.checkpoint(2))

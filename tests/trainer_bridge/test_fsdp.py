@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
-from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
+from tests.trainer_bridge.test_hf_names import planned, streamed
+from tests.trainer_bridge.test_sender import layout
+from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import ranks_of
 from trainer_bridge.sources import tied_head
@@ -29,8 +30,6 @@ from trainer_bridge.updates.update import UpdateResult, update
 WORLD = 2
 COLLECTIVE_TIMEOUT_S = 30
 """A rank that is left waiting fails after this, and its test with it."""
-SMALL = 2 * 128 * 256 * 2
-
 
 run = partial(ranks.run, world=WORLD, collective_timeout_s=COLLECTIVE_TIMEOUT_S)
 
@@ -58,59 +57,56 @@ def toy_model(tensors: toy.Tensors) -> nn.Module:
     return toy.Model({n: t.clone() for n, t in tensors.items()}, lambda model, weights: None)
 
 
-def toy_trainer(tensors: toy.Tensors, mesh: DeviceMesh | None = None) -> nn.Module:
+def toy_trainer(tensors: toy.Tensors, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """By FSDP2, as it shards a transformer: its blocks, then what is left."""
     model = toy_model(tensors)
     for block in ("attn", "mlp"):
-        fully_shard(model.get_submodule(block), mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(model.get_submodule(block), mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     return model
 
 
-def holds(engine: FakeEngine, tensors: toy.Tensors) -> bool:
-    pairs = enumerate(engine.ranks)
-    return all(toy.same(toy.contents(w.model), toy.expected(tensors, r, 2)) for r, w in pairs)
+def sent(weights: Any, tensors: toy.Tensors, engines: Any, **options: Any) -> UpdateResult:
+    """An update after which the engines of the first rank hold these tensors."""
+    result = update(weights, engines, **options)
+    for engine in engines if isinstance(engines, list) else [engines]:
+        assert engine is None or holds(engine, tensors)
+    return result
 
 
 def update_toy(rank: int, folder: Path) -> None:
     """Updates and failures of one engine, one after the other."""
-    engine = None
-    if rank == 0:
-        ranks = [toy.engine(toy.toy(r, 2), toy.SHAPES) for r in range(2)]
-        engine = FakeEngine(ranks, SMALL)
-
-    tensors = toy.checkpoint()
+    engine = engine_of(2, SMALL) if rank == 0 else None
+    tensors, other = toy.checkpoint(), toy.checkpoint(1)
     model = toy_trainer(tensors)
     assert ranks_of(named_tensors(model), None) == (0, 1)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    result = update(model, engine, version=0)
-    assert engine is None or holds(engine, tensors)
-    first, second = gathered(result)
+    first, second = gathered(sent(model, tensors, engine, version=0))
     assert isinstance(second, UpdateResult)
-    assert (first.version, first.tensors, first.bytes) == (
-        second.version,
-        second.tensors,
-        second.bytes,
-    )
+    assert (first.tensors, first.bytes) == (second.tensors, second.bytes)
 
     # DTensors by name, as a framework that renames its parameters sends them
-    other = toy.checkpoint(1)
     named = dict(toy_trainer(other).named_parameters())
-    update(named, engine, version=1)
-    assert engine is None or holds(engine, other)
+    sent(named, other, engine, version=1)
 
     # refused before anything is written
     name, sentence, status = failure(lambda: update(model, engine, version=1))
-    assert (name, status) == ("EngineError", 400)
-    assert "version 1 is not newer" in sentence
-    partial = {n: t for n, t in named.items() if n != "norm.weight"}
-    assert "missing: norm.weight" in failure(lambda: update(partial, engine, version=2))[1]
-    assert failure(lambda: update(model, engine, version=-1))[0] == ManifestError.__name__
-    assert "is not an engine" in failure(lambda: update(model, object(), version=2))[1]
-    assert "is not an address" in failure(lambda: update(model, "host:1", version=2))[1]
+    assert (name, status) == ("EngineError", 400) and "version 1 is not newer" in sentence
+    some = {n: t for n, t in named.items() if n != "norm.weight"}
+    faults: list[tuple[Any, Any, int, str]] = [
+        (some, engine, 2, "missing: norm.weight"),
+        (model, engine, -1, "whole number"),
+        (model, object(), 2, "is not an engine"),
+        (model, "host:1", 2, "is not an address"),
+        *(
+            (model, Broken(fault), 2, str(fault))
+            for fault in (KeyError("op"), ValueError("unknown"), EngineError("gone", 502))
+        ),
+    ]
+    for weights, engines, version, why in faults:
+        found = failure(partial(update, weights, engines, version=version))
+        assert why in found[1], found
     assert engine is None or holds(engine, other)
-    for broken in (KeyError("op"), ValueError("unknown"), EngineError("gone", 502)):
-        found = failure(lambda fault=broken: update(model, Broken(fault), version=2))  # type: ignore[misc]
-        assert found[1] == str(broken)
 
     # failed while it was written; the other ranks still gather to the end
     with torch.no_grad():
@@ -118,13 +114,9 @@ def update_toy(rank: int, folder: Path) -> None:
         assert isinstance(local, DTensor)
         local.to_local()[-1, -1] = float("nan") if rank == 1 else 1.0
     name, sentence, _ = failure(lambda: update(model, engine, version=2))
-    assert name == EngineError.__name__
-    assert "attn.q.weight" in sentence
-    assert "NaN or Inf" in sentence
+    assert name == EngineError.__name__ and "attn.q.weight holds NaN or Inf" in sentence
     assert engine is None or {w.state.value for w in engine.ranks} == {"quarantined"}
-
-    update(named, engine, version=2)
-    assert engine is None or holds(engine, other)
+    sent(named, other, engine, version=2)
 
     # a stream in which both ranks gather, as frameworks have it
     def stream(*extra: tuple[str, Any], whole: bool = True) -> Iterator[tuple[str, Any]]:
@@ -133,16 +125,13 @@ def update_toy(rank: int, folder: Path) -> None:
 
     everyone = dist.group.WORLD
     for version in (3, 4):
-        update(stream(whole=version == 3), engine, version=version, group=everyone)
-        assert engine is None or holds(engine, other)
+        sent(stream(whole=version == 3), other, engine, version=version, group=everyone)
     norm = named["norm.weight"]
     for version, extra in ((4, ()), (5, (("unknown", norm),)), (5, (("norm.weight", norm),))):
-        found = failure(
-            lambda v=version, e=extra: update(stream(*e), engine, version=v, group=everyone)
-        )  # type: ignore[misc]
+        streamed = stream(*extra)
+        found = failure(partial(update, streamed, engine, version=version, group=everyone))
         assert found[0] != "nothing was raised"
-    update(stream(), engine, version=6, group=everyone)
-    assert engine is None or holds(engine, other)
+    sent(stream(), other, engine, version=6, group=everyone)
     # two engines at once, of which one has dummy weights and so another plan
     engines = None
     if engine is not None:
@@ -150,9 +139,8 @@ def update_toy(rank: int, folder: Path) -> None:
         engines = [engine, FakeEngine(dummy, SMALL)]
     for version, weights in ((7, toy_trainer(other)), (8, named), (9, stream())):
         group = everyone if version == 9 else None
-        results = gathered(update(weights, engines, version=version, group=group))
+        results = gathered(sent(weights, other, engines, version=version, group=group))
         assert [(each.version, each.failed) for each in results] == [(version, {})] * 2
-        assert engines is None or all(holds(each, other) for each in engines)
     found = failure(lambda: update(named, engines and [*engines, object()], version=10))
     assert "is not an engine" in found[1]
     if rank == 0:  # which would be a leader of its own
@@ -163,10 +151,8 @@ def update_toy(rank: int, folder: Path) -> None:
 def update_tied(rank: int, folder: Path) -> None:
     """A head that is the embedding is taken, and one that is not on one rank is refused on all; so
     is what cannot be read on one."""
-    engine = None
-    tensors = toy.checkpoint()
-    if rank == 0:
-        engine = FakeEngine([toy.engine(toy.toy(r, 2), toy.SHAPES) for r in range(2)], SMALL)
+    engine, tensors = engine_of(2, SMALL) if rank == 0 else None, toy.checkpoint()
+    if engine is not None:
         engine.tied = list(toy.SHAPES["embed.weight"])
     named: dict[str, torch.Tensor] = dict(toy_trainer(tensors).named_parameters())
     embed = named["embed.weight"]
@@ -175,25 +161,17 @@ def update_tied(rank: int, folder: Path) -> None:
     across = embed.detach().redistribute(mesh, [Shard(1)])
     heads = (embed, embed.detach().clone(), across, tensors["embed.weight"].clone())
     for version, head in enumerate(heads):
-        result = update({**named, "lm_head.weight": head}, engine, version=version)
+        result = sent({**named, "lm_head.weight": head}, tensors, engine, version=version)
         assert result.tensors == len(named)
-        assert engine is None or holds(engine, tensors)
 
     other = embed.detach().clone()
     assert isinstance(other, DTensor)
     if rank == 1:
         other.to_local()[-1, -1] += 1
-    found = failure(lambda: update({**named, "lm_head.weight": other}, engine, version=9))
-    assert found[:2] == (ManifestError.__name__, tied_head.UNLIKE)
-    found = failure(
-        lambda: update(
-            iter([*named.items(), ("lm_head.weight", other)]),
-            engine,
-            version=9,
-            group=dist.group.WORLD,
-        )
-    )
-    assert found[:2] == (ManifestError.__name__, tied_head.UNLIKE)
+    both = {**named, "lm_head.weight": other}
+    for weights, group in ((both, None), (iter(both.items()), dist.group.WORLD)):
+        found = failure(partial(update, weights, engine, version=9, group=group))
+        assert found[:2] == (ManifestError.__name__, tied_head.UNLIKE)
     update(named, engine, version=9)
 
     norm = named["norm.weight"]
@@ -221,18 +199,7 @@ class Broken:
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         if message["op"] == "layout":
-            return {
-                "dtype": "bfloat16",
-                "bucket_bytes": 1 << 20,
-                "state": "serving",
-                "fp32": [],
-                "skipped": [],
-                "tied": None,
-                "formats": {},
-                "gpus": [],
-                "visible_gpus": [],
-                "place": here(),
-            }
+            return layout(state="serving", bucket_bytes=1 << 20)
         raise self.fault
 
     generate = control
@@ -241,28 +208,6 @@ class Broken:
 @pytest.mark.timeout(180)
 def test_a_sharded_model_updates_an_engine_and_every_rank_hears_how(tmp_path: Path) -> None:
     run(update_toy, tmp_path)
-
-
-def stream_moe(rank: int, folder: Path) -> None:
-    """The streamed names and values of a sharded transformers model are those it saves."""
-    for family in ("qwen3_moe", "mixtral"):
-        model = tiny(family)
-        # newer transformers save on rank 0 alone
-        expected = gathered(saved(model, folder / f"{family}-{rank}"))[0]
-        for layer in model.get_submodule("model.layers").children():
-            fully_shard(layer)
-        fully_shard(model)
-        found = streamed(model, torch.float32)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-        engine = plain_engine(expected) if rank == 0 else None
-        result = update(model, engine, version=7)
-        assert result.tensors == len(expected)
-        if engine is not None:
-            held = engine.ranks[0].model
-            for name, tensor in expected.items():
-                assert torch.equal(held.get_parameter(name), tensor.to(toy.BF16)), name
 
 
 def plain_engine(tensors: toy.Tensors) -> FakeEngine:
@@ -275,11 +220,6 @@ def plain_engine(tensors: toy.Tensors) -> FakeEngine:
     storage = {n: torch.zeros(t.shape, dtype=toy.BF16) for n, t in tensors.items()}
     shapes = {n: tuple(t.shape) for n, t in tensors.items()}
     return FakeEngine([toy.engine(toy.Model(storage, load), shapes)], 1 << 16)
-
-
-@pytest.mark.timeout(180)
-def test_a_sharded_transformers_model_streams_what_it_saves(tmp_path: Path) -> None:
-    run(stream_moe, tmp_path)
 
 
 def keep_on_one_rank(rank: int, folder: Path) -> None:
@@ -296,7 +236,6 @@ def keep_on_one_rank(rank: int, folder: Path) -> None:
     assert torch.equal(streamed({"w": spread}, torch.float32)["w"], whole)
 
 
-@pytest.mark.timeout(180)
 def step_behind_a_forward(rank: int, folder: Path) -> None:
     """FSDP2 leaves the root's parameters whole after a forward, and the optimizer steps shards."""
     torch.manual_seed(0)
@@ -323,13 +262,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_weights_are_those_that_the_optimizer_stepped(tmp_path: Path) -> None:
     run(step_behind_a_forward, tmp_path)
-
-
-def test_flattened_parameters_are_refused() -> None:
-    flattened = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    nn.Module.__init__(flattened)
-    with pytest.raises(ManifestError, match="FSDP1"):
-        named_tensors(nn.Sequential(nn.Linear(4, 4), flattened))
 
 
 def test_a_parameter_that_is_whole_on_its_rank_is_not_gathered(tmp_path: Path) -> None:
@@ -364,12 +296,6 @@ def test_announced_shapes_and_dtypes_are_those_that_are_sent() -> None:
     assert not ranks_of(named_tensors(nn.Linear(2, 2)), None)
 
 
-def test_what_the_engine_keeps_in_fp32_is_sent_in_fp32() -> None:
-    named = [("router.weight", torch.randn(4, 6)), ("w", torch.randn(4, 6))]
-    router, w = sources(named, None, toy.BF16, ["router.weight"])
-    assert (router.sent_as, w.sent_as) == (torch.float32, toy.BF16)
-
-
 def test_a_parameter_is_read_where_it_lies() -> None:
     """In its own dtype and, where it is contiguous, its own memory; never with its gradient."""
     held = nn.Parameter(torch.randn(6, 4))
@@ -393,28 +319,19 @@ def test_names_come_without_what_wrappers_add() -> None:
 
 def test_scales_come_behind_their_weight() -> None:
     """Else every weight of a checkpoint whose scales come last would wait in memory for them."""
-    orders = {
-        "scales last": "a b c a_scale_inv c_scale_inv",
-        "scales first": "c_scale_inv a_scale_inv a b c",
-        "in order": "a a_scale_inv b c c_scale_inv",
-    }
-    for order in orders.values():
+    in_order = "a a_scale_inv b c c_scale_inv"
+    orders = in_order, "a b c a_scale_inv c_scale_inv", "c_scale_inv a_scale_inv a b c"
+    for order in orders:
         dtypes = {True: torch.float32, False: torch.float8_e4m3fn}
         pairs = [(n, torch.ones(2).to(dtypes[n.endswith("_inv")])) for n in order.split()]
         for given in (pairs, dict(pairs), iter(pairs)):
             found = named_tensors(given)
-            assert [name for name, _ in found] == orders["in order"].split()
+            assert [name for name, _ in found] == in_order.split()
             held = dict(pairs)
             assert all(tensor is held[name] for name, tensor in found)
     # the control: what only sounds like scales stays, and so do other weights
     names = ["b_scale_inv", "a_scale_inv", "z", "a", "_scale_inv", "a_scale"]
     assert [name for name, _ in named_tensors({n: torch.ones(2) for n in names})] == names
-
-
-def test_tied_parameters_come_once() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
-    model["head"].weight = model["embed"].weight
-    assert list(streamed(model, toy.BF16)) == ["embed.weight"]
 
 
 def test_what_a_module_holds_is_asked_at_each_call() -> None:

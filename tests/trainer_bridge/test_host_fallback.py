@@ -19,7 +19,7 @@ from tests.sgl_fp8rl.protocol.test_cuda_memory import GPU, FakeDriver
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
-from tests.trainer_bridge.test_update import holds
+from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import transaction
 from trainer_bridge.session.kept import KEPT
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.timeout(120)
 
 TP = 2
 NO_PEER_ACCESS = 217  # CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
+NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 OPEN = "cuIpcOpenMemHandle_v2"
 
 
@@ -42,7 +43,8 @@ class GpuEngine(FakeEngine):
     """Its ranks open memory as ranks on GPUs do; their weights are in host memory."""
 
     def __init__(self) -> None:
-        super().__init__([toy.engine(toy.toy(rank, TP), toy.SHAPES) for rank in range(TP)])
+        super().__init__(engine_of(TP).ranks)
+        self.told["gpus"] = [GPU] * TP
         for weights in self.ranks:
             weights.memory = SharedMemory(torch.device("cuda", 0))
         self.states_at_end: list[list[State]] = []
@@ -52,7 +54,7 @@ class GpuEngine(FakeEngine):
         reply = super().control(message)
         if message["op"] == "end":
             self.states_at_end.append([weights.state for weights in self.ranks])
-        return {**reply, "gpus": [GPU] * TP} if message["op"] == "layout" else reply
+        return reply
 
 
 class PlainMemory(FakeDeviceMemory):
@@ -80,29 +82,39 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         cache.cache_clear()
 
 
-def assert_updates_through_host_memory(engine: GpuEngine, caplog: pytest.LogCaptureFixture) -> None:
-    """This one after a session that wrote nothing, the next ones at once."""
-    tensors = toy.checkpoint()
+@pytest.mark.parametrize(
+    ("call", "error", "sessions", "opened"),
+    [
+        pytest.param(OPEN, NO_PEER_ACCESS, 4, TP, id="no rank can open it"),
+        # known before a session begins
+        pytest.param("cuIpcGetMemHandle", NOT_SUPPORTED, 3, 0, id="the trainer cannot export it"),
+    ],
+)
+def test_a_bucket_that_cannot_be_shared(
+    call: str,
+    error: int,
+    sessions: int,
+    opened: int,
+    driver: FakeDriver,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first update goes through host memory after a session that wrote nothing, the next ones
+    at once; an engine with another GPU is reached through that."""
+    engine, other = GpuEngine(), GpuEngine()
+    driver.refuse[call] = error
     with caplog.at_level(logging.WARNING, "trainer_bridge"):
         for version in range(3):
+            tensors = toy.checkpoint(version)
             result = update(tensors, engine, version=version)
             assert (result.version, result.mapped_bytes) == (version, 0)
             assert holds(engine, tensors)
-            tensors = toy.checkpoint(version + 1)
     sentences = [r.message for r in caplog.records if r.name.startswith("trainer_bridge")]
     assert len(sentences) == 1 and "host memory" in sentences[0]
-    assert {state for states in engine.states_at_end for state in states} == {State.SERVING}
+    assert engine.states_at_end == [[State.SERVING] * TP] * sessions
     assert [type(weights.memory.bucket) for weights in engine.ranks] == [Bucket] * TP
-
-
-def test_a_bucket_that_no_rank_can_open(
-    driver: FakeDriver, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = GpuEngine()
-    driver.refuse[OPEN] = NO_PEER_ACCESS
-    assert_updates_through_host_memory(engine, caplog)
-    assert len(engine.states_at_end) == 4
-    assert driver.calls.count(OPEN) == TP
+    assert driver.calls.count(OPEN) == opened
+    update(toy.checkpoint(), other, version=0)
+    assert driver.calls.count(OPEN) == 2 * opened
 
 
 def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
@@ -130,17 +142,6 @@ def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     assert len(engine.states_at_end) == 3
 
 
-def test_memory_that_the_trainer_cannot_export(
-    driver: FakeDriver, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is known before a session begins."""
-    engine = GpuEngine()
-    driver.refuse["cuIpcGetMemHandle"] = 801  # CUDA_ERROR_NOT_SUPPORTED
-    assert_updates_through_host_memory(engine, caplog)
-    assert len(engine.states_at_end) == 3
-    assert OPEN not in driver.calls
-
-
 def test_host_memory_that_cannot_be_opened_either(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,12 +155,3 @@ def test_host_memory_that_cannot_be_opened_either(
         update(toy.checkpoint(), engine, version=0)
     assert engine.states_at_end == [[State.SERVING] * TP] * 2
     assert [weights.memory.known() for weights in engine.ranks] == [[], []]
-
-
-def test_another_engine_is_reached_through_its_own_gpu(driver: FakeDriver) -> None:
-    engine, other = GpuEngine(), GpuEngine()
-    driver.refuse[OPEN] = NO_PEER_ACCESS
-    update(toy.checkpoint(), engine, version=0)
-    driver.calls.clear()
-    update(toy.checkpoint(), other, version=0)
-    assert driver.calls.count(OPEN) == TP

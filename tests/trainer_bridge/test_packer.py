@@ -1,7 +1,7 @@
 """Filling a bucket with a kernel: codes and scales land where the manifest has them.
 
-The kernel itself runs in ``tests/gpu``; here ``compile_descriptors`` is replaced by torch on the
-CPU, so that every box that the kernel would be given is held against the reference.
+The kernel itself runs in ``tests/gpu``; here a second implementation takes its place,
+which is given every box that the kernel would be.
 """
 
 import ctypes
@@ -10,17 +10,20 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, reject
+from numpy.typing import NDArray
 
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.block_fp8 import SCALES as SCALE_SUFFIX
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
-from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks, quantize_weight
+from sgl_fp8rl.ops.reference import quantize_weight
 from sgl_fp8rl.ops.weight_quant_triton import Bases
 from sgl_fp8rl.protocol.manifest import ManifestError
+from tests.sgl_fp8rl.receiver.fake_gpu import FakeLaunch, Interpreter
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.sources.parameters import Named, sources
 from trainer_bridge.transfer.packer import QuantizePacker
@@ -35,96 +38,63 @@ def at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
-def boxed(address: int, rows: int, cols: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
-    flat = at(address, (rows - 1) * stride + cols, dtype)
-    return flat.as_strided((rows, cols), (stride, 1))
+class Anywhere(Interpreter):
+    """May touch all memory."""
+
+    readable = writable = [(0, 1 << 64)]  # type: ignore[assignment]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.lost_tiles, self.stages, self.joined = 0, [], []
 
 
-class TorchLaunch:
-    """What a launch does with its boxes; a block that holds NaN is told to the status."""
+def by_reference(weight: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Some ten times as fast as the oracle."""
+    codes, scale = quantize_weight(torch.from_numpy(weight))
+    return codes.view(torch.uint8).numpy(), scale.numpy()
 
-    def __init__(self, descriptors: list[CopyDescriptor], dtype: torch.dtype) -> None:
-        self.descriptors, self.dtype = descriptors, dtype
-        self.runs = 0
+
+class Launch(FakeLaunch):
+    """What the kernel of updates does with its boxes."""
+
+    quantize, runs = staticmethod(by_reference), 0
 
     def run(self, bases: Bases, status: Any) -> None:
         several = [bases] if isinstance(bases, int) else bases.tolist()
         assert isinstance(bases, int) or len(several) > 1, "a table of one is a needless copy"
         assert not any(base % ACCESS for base in several), "the kernel reads whole accesses"
         self.runs += 1
-        for descriptor in self.descriptors:
-            self._run(descriptor, several[descriptor.segment], status)
-
-    def _run(self, descriptor: CopyDescriptor, base: int, status: Any) -> None:
-        dtype = self.dtype
-        address = base + descriptor.source
-        source = boxed(
-            address,
-            descriptor.rows,
-            descriptor.cols,
-            descriptor.source_stride,
-            descriptor.source_dtype,
-        )
-        target = boxed(
-            descriptor.target,
-            descriptor.rows,
-            descriptor.cols,
-            descriptor.target_stride,
-            descriptor.target_dtype,
-        )
-        status.tiles += 1
-        status.started += 1
-        if not bool(torch.isfinite(source.float()).all()):
-            status.bad = descriptor.tag
-            return
-        if descriptor.scales:
-            shape = num_blocks(descriptor.rows), num_blocks(descriptor.cols)
-            scales = boxed(descriptor.scales, *shape, descriptor.scale_stride, torch.float32)
-            codes, scale = quantize_weight(source.to(dtype))
-            target.copy_(codes)
-            scales.copy_(scale)
-        else:
-            assert descriptor.target_dtype == source.dtype or source.dtype != FP8_DTYPE
-            target.copy_(source)
+        super().run(bases, status)
 
 
-class FakeStatus:
-    def __init__(self, device: torch.device) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.bad: int | None = None
-        self.tiles = self.started = 0
-
-    def read(self) -> tuple[int | None, int]:
-        return self.bad, self.tiles
-
-
-def compile_in_torch(
+def compile_boxes(
     descriptors: Iterable[CopyDescriptor], device: torch.device, dtype: torch.dtype
-) -> list[TorchLaunch]:
-    return [TorchLaunch(list(descriptors), dtype)]
+) -> list[Launch]:
+    return [Launch(Anywhere(), list(descriptors), dtype)]
+
+
+def without_triton(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(weight_quant_triton, "compile_descriptors", compile_boxes)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def in_torch() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
-        patch.setattr(weight_quant_triton, "Status", FakeStatus)
+        without_triton(patch)
         yield
 
 
-def packer_of(plan: TransferPlan, bucket: torch.Tensor) -> QuantizePacker:
+def packer_of(plan: TransferPlan) -> tuple[QuantizePacker, torch.Tensor]:
+    """What fills a bucket, and the bucket."""
+    bucket = torch.full((plan.manifest.bucket_bytes,), 0xA5, dtype=torch.uint8)
     packer = QuantizePacker(plan, bucket, BF16)
     packer.begin()
-    return packer
+    return packer, bucket
 
 
 def replay(plan: TransferPlan, named: Named) -> dict[str, torch.Tensor]:
     """What the engine reads of each HF tensor, scales included, chunk by chunk."""
     specs = plan.manifest.tensors
-    bucket = torch.full((plan.manifest.bucket_bytes,), 0xA5, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, bucket = packer_of(plan)
     found = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
     turns = list(plan.turns)
     for number, chunk in enumerate(plan.chunks):
@@ -134,12 +104,9 @@ def replay(plan: TransferPlan, named: Named) -> dict[str, torch.Tensor]:
             packer.put(source, whole if is_aligned(whole) else whole.clone(), number)
         packer.complete(number)
         for chunk_slice in chunk:
-            rows = (
-                found[chunk_slice.name][slice(*chunk_slice.rows)]
-                if specs[chunk_slice.name].shape
-                else None
-            )
-            target = found[chunk_slice.name] if rows is None else rows
+            target = found[chunk_slice.name]
+            if target.dim():
+                target = target[slice(*chunk_slice.rows)]
             stop = chunk_slice.offset + target.numel() * target.itemsize
             target.copy_(bucket[chunk_slice.offset : stop].view(target.dtype).view(target.shape))
     packer.finish()
@@ -195,12 +162,16 @@ def test_codes_and_scales_are_those_of_the_reference(
         for name, cut in source.cuts:
             weight = cut(tensor).to(source.sent_as)
             if name in quantized:
-                codes, scale = quantize_weight(weight)
-                assert torch.equal(found.pop(name).view(torch.uint8), codes.view(torch.uint8))
-                assert torch.equal(found.pop(name + SCALE_SUFFIX), scale)
+                check_codes(found, name, weight)
             else:
                 assert torch.equal(found.pop(name), weight)
     assert not found
+
+
+def check_codes(found: dict[str, torch.Tensor], name: str, weight: torch.Tensor) -> None:
+    codes, scale = quantize_weight(weight)
+    assert torch.equal(found.pop(name).view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found.pop(name + SCALE_SUFFIX), scale)
 
 
 def plan_of(
@@ -211,21 +182,14 @@ def plan_of(
     return TransferPlan(sources(named, None, BF16), unmapped, chunk_bytes, encoded, resident)
 
 
-def test_half_of_the_bytes_are_sent() -> None:
-    named = [("w", torch.ones(256, 256, dtype=BF16))]
-    as_they_are, as_codes = plan_of(named, set(), 1 << 18), plan_of(named, {"w"}, 1 << 18)
-    assert as_they_are.manifest.nbytes == 256 * 256 * 2
-    assert as_codes.manifest.nbytes == 256 * 256 + 4 * 4
-
-
 def test_codes_that_the_trainer_made_go_as_they_are() -> None:
-    codes, scale = quantize_weight(torch.randn(300, 200))
+    weight = torch.randn(300, 200)
+    codes, scale = quantize_weight(weight)
     named = [("w", codes), ("w" + SCALE_SUFFIX, scale)]
     plan = plan_of(named, {"w"})
     assert [span.scales for spans in plan.spans for span in spans] == [-1] * len(plan.turns)
-    found = replay(plan, named)
-    assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(found["w" + SCALE_SUFFIX], scale)
+    assert plan.manifest.nbytes == 300 * 200 + 3 * 2 * 4
+    check_codes(replay(plan, named), "w", weight)
 
 
 @pytest.mark.parametrize("start", range(9))
@@ -235,9 +199,7 @@ def test_a_parameter_may_begin_anywhere(start: int) -> None:
     weight = flat[start:].view(200, 130)
     named = [("w", weight), ("v", weight[3, 1:6])]
     found = replay(plan_of(named, {"w"}), named)
-    codes, scale = quantize_weight(weight)
-    assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(found["w" + SCALE_SUFFIX], scale)
+    check_codes(found, "w", weight)
     assert torch.equal(found["v"], named[1][1])
 
 
@@ -246,8 +208,7 @@ def test_what_is_resident_takes_one_launch_a_part() -> None:
     named = [(f"w{number}", torch.randn(128, 128).to(BF16)) for number in range(6)]
     plan = plan_of(named, {name for name, _ in named}, 1 << 16, resident=(0, 1, 2, 5))
     assert len(plan.chunks) > 1
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, _ = packer_of(plan)
     for number in range(len(plan.chunks)):
         mine = [source for chunk, source in plan.turns if chunk == number]
         for source in mine:
@@ -263,8 +224,7 @@ def test_what_is_resident_takes_one_launch_a_part() -> None:
 def test_what_was_put_before_a_failure_is_forgotten() -> None:
     named = [("v", torch.ones(128, 128, dtype=BF16)), ("w", torch.ones(128, 128, dtype=BF16))]
     plan = plan_of(named, {"v", "w"}, 1 << 16, resident=(0, 1))
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, _ = packer_of(plan)
     packer.put(0, torch.full((128, 128), float("nan"), dtype=BF16), 0)
     packer.begin()
     for chunk, source in plan.turns:
@@ -275,10 +235,9 @@ def test_what_was_put_before_a_failure_is_forgotten() -> None:
 
 def test_a_trainer_without_triton_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of([("w", torch.ones(128, 128, dtype=BF16))], {"w"})
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
     monkeypatch.setitem(sys.modules, weight_quant_triton.__name__, None)
     with pytest.raises(EngineError, match=r"cannot quantize without Triton .*pip install triton"):
-        packer_of(plan, bucket)
+        packer_of(plan)
 
 
 def test_what_is_mapped_is_quantized_by_the_engine() -> None:
@@ -292,8 +251,7 @@ def test_what_is_mapped_is_quantized_by_the_engine() -> None:
 def test_nan_is_found_before_commit_and_forgotten_after(bad: float) -> None:
     named = [("v", torch.ones(5)), ("w", torch.ones(256, 128, dtype=BF16))]
     plan = plan_of(named, {"w"})
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, _ = packer_of(plan)
     named[1][1][200, 3] = bad
     for healthy in (False, True):
         if healthy:
@@ -313,10 +271,9 @@ def test_boxes_that_were_not_written_are_missed() -> None:
     """As when a kernel ends early."""
     named = [("w", torch.ones(512, 128, dtype=BF16))]
     plan = plan_of(named, {"w"})
-    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
-    packer = packer_of(plan, bucket)
+    packer, _ = packer_of(plan)
     chunk, source = plan.turns[0]
     packer.put(source, named[source][1], chunk)
-    cast(Any, packer)._status.tiles -= 1
+    cast(Any, packer)._status.words[1] -= 1
     with pytest.raises(RuntimeError, match="blocks were written"):
         packer.finish()

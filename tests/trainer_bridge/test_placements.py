@@ -13,15 +13,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import fake_ipc, ranks
-from tests.trainer_bridge.test_gathering import Engine
-from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, mapped_bytes
-from tests.trainer_bridge.test_shard_codes import Elsewhere
+from tests.trainer_bridge.shards_job import (
+    CODED,
+    Elsewhere,
+    GpuEngine,
+    counted_gathers,
+    mapped_bytes,
+)
+from tests.trainer_bridge.test_fsdp import toy_trainer
+from tests.trainer_bridge.test_update import SMALL, engine_of, failing, holds
 from trainer_bridge.shards.shard_ranges import assign, held_here
+from trainer_bridge.sources.parameters import Source
+from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.updates.update import update
 
 WORLD = 4
@@ -59,17 +68,8 @@ def test_what_does_not_cover_a_parameter_is_gathered(held: Any) -> None:
     assert assign(held, [8]) == [None]
 
 
-def model_of(tensors: Named) -> nn.Module:
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return toy.Model(copies, lambda model, weights: None)
-
-
-def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Named:
-    """By FSDP2, as it shards a transformer: its blocks, then what is left."""
-    for block in ("attn", "mlp"):
-        fully_shard(model.get_submodule(block), mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    return dict(model.named_parameters())
+def sharded(tensors: Named, mesh: DeviceMesh, **options: Any) -> Named:
+    return dict(toy_trainer(tensors, mesh, **options).named_parameters())
 
 
 def parallel(tensors: Named, mesh: DeviceMesh) -> Named:
@@ -83,11 +83,11 @@ def parallel(tensors: Named, mesh: DeviceMesh) -> Named:
 
 
 def fsdp(tensors: Named) -> Named:
-    return sharded(model_of(tensors), init_device_mesh("cpu", (WORLD,)))
+    return sharded(tensors, init_device_mesh("cpu", (WORLD,)))
 
 
 def hsdp(tensors: Named) -> Named:
-    return sharded(model_of(tensors), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")))
+    return sharded(tensors, init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")))
 
 
 def tp(tensors: Named) -> Named:
@@ -96,7 +96,7 @@ def tp(tensors: Named) -> Named:
 
 def fsdp_over_tp(tensors: Named) -> Named:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    named = sharded(model_of(parallel(tensors, mesh["tp"])), mesh["dp"])
+    named = sharded(parallel(tensors, mesh["tp"]), mesh["dp"])
     rows, columns = (cast(DTensor, named[f"attn.{x}.weight"]).placements for x in "qo")
     assert (type(rows[0]), type(rows[1])) == (_StridedShard, Shard), "FSDP2 places them otherwise"
     assert columns == (Shard(0), Shard(1))
@@ -106,7 +106,7 @@ def fsdp_over_tp(tensors: Named) -> Named:
 def offloaded(tensors: Named) -> Named:
     """Shards that stay in host memory, pinned where there is a GPU."""
     policy = CPUOffloadPolicy(pin_memory=False)
-    return sharded(model_of(tensors), init_device_mesh("cpu", (WORLD,)), offload_policy=policy)
+    return sharded(tensors, init_device_mesh("cpu", (WORLD,)), offload_policy=policy)
 
 
 def where_rows_are_cut_twice(rank: int, folder: Path) -> None:
@@ -193,23 +193,19 @@ def follows(
         memories: of a trainer and an engine on GPUs; none where both are on CPUs.
         is_elsewhere: these are other GPUs than the trainer's.
     """
-    gathered: list[torch.Size] = []
-    full_tensor = DTensor.full_tensor
     named = kind.hold(toy.checkpoint(0))
     if memories is not None and kind.on_gpu:
         named = moved(named, memories)
     spread = set(named) - kind.plain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            DTensor, "full_tensor", lambda t, **o: gathered.append(t.shape) or full_tensor(t, **o)
-        )
+        gathered = counted_gathers(patch)
         for version in range(UPDATES):
             where = kind.hold.__name__, memories is not None, is_elsewhere, version
             tensors = toy.checkpoint(version)
             become(named, kind.hold(tensors))
             gathered.clear()
             result = update(named, engine, version=version)
-            assert engine is None or engine.holds(tensors), where
+            assert engine is None or holds(engine, tensors), where
             reads = memories is not None and kind.on_gpu and version > 0
             wanted = kind.gathered if reads else spread
             assert sorted(gathered) == sorted(named[name].shape for name in wanted), where
@@ -221,17 +217,98 @@ def follows(
 def each_kind(rank: int, folder: Path) -> None:
     logging.disable(logging.CRITICAL)
     for kind in KINDS:
-        follows(kind, Engine() if rank == 0 else None, None)
+        follows(kind, engine_of(2, SMALL) if rank == 0 else None, None)
         ranks.meet(rank, folder, f"cpu-{kind.hold.__name__}", WORLD)
         for make in (GpuEngine, Elsewhere):
             with pytest.MonkeyPatch.context() as patch:
                 memories, interpreter = fake_ipc.install(patch)
                 engine = make(interpreter.writable) if rank == 0 else None
                 follows(kind, engine, memories, make is Elsewhere)
-            ranks.meet(rank, folder, f"{make.__name__}-{kind.hold.__name__}", WORLD)
+            ranks.meet(rank, folder, f"{make is Elsewhere}-{kind.hold.__name__}", WORLD)
 
 
 @pytest.mark.guarantee("all-or-none", fault="each placement of FSDP2 and tensor parallelism")
 @pytest.mark.timeout(240)
 def test_each_placement_leaves_the_oracles_bytes(tmp_path: Path) -> None:
     ranks.run(each_kind, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)
+
+
+# -- what is gathered, and faults of it
+
+
+def meshes() -> dict[str, tuple[DeviceMesh, tuple[Any, ...]]]:
+    flat = init_device_mesh("cpu", (WORLD,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    return {
+        "fsdp": (flat, (Shard(0),)),
+        "hsdp": (square, (Replicate(), Shard(0))),
+        "rows twice": (square, (Shard(0), Shard(0))),
+        "replicas": (flat, (Replicate(),)),
+        "columns": (flat, (Shard(1),)),
+    }
+
+
+def distributed(
+    tensors: toy.Tensors, mesh: DeviceMesh, placements: tuple[Any, ...]
+) -> dict[str, torch.Tensor]:
+    by_rows = (*(Shard(0) if isinstance(p, Shard) else p for p in placements),)
+    return {
+        name: distribute_tensor(tensor, mesh, placements if tensor.dim() > 1 else by_rows)
+        for name, tensor in tensors.items()
+    }
+
+
+def outcome(named: dict[str, torch.Tensor], engine: Any, version: int) -> str:
+    """The error of an update, the same on every rank."""
+    found = ""
+    try:
+        update(named, engine, version=version)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is compared)
+        found = f"{type(error).__name__}: {error}"
+    everywhere: list[Any] = [None] * WORLD
+    dist.all_gather_object(everywhere, found)
+    assert everywhere == [found] * WORLD, everywhere
+    return found
+
+
+def gather(rank: int, folder: Path) -> None:
+    logging.disable(logging.CRITICAL)
+    engine = engine_of(2, SMALL) if rank == 0 else None
+    gathers, version = counted_gathers(pytest.MonkeyPatch()), 0
+    for name, (mesh, placements) in meshes().items():
+        for dtype in (torch.bfloat16, torch.float32):
+            tensors = toy.checkpoint(version)
+            named = distributed({n: t.to(dtype) for n, t in tensors.items()}, mesh, placements)
+            gathers.clear()
+            assert not outcome(named, engine, version), name
+            assert engine is None or holds(engine, tensors), (name, dtype)
+            assert len(gathers) == len(tensors), name
+            version += 1
+
+    # the first rank fails in the middle: all hear of it, and the next update is whole again
+    named = distributed(tensors, meshes()["fsdp"][0], (Shard(0),))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(HostPacker, "put", failing(HostPacker.put))
+        assert "no room" in outcome(named, engine, version)
+    assert engine is None or engine.ranks[0].state is State.QUARANTINED
+    assert not outcome(named, engine, version)
+    assert engine is None or holds(engine, tensors)
+    version += 1
+
+    # another one does, and no longer takes part: their collective fails
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(Source, "read", failing(Source.read))
+        with pytest.raises((MemoryError, RuntimeError)):
+            update(named, engine, version=version)
+    if engine is not None:
+        assert engine.ranks[0].state is State.QUARANTINED
+        update(tensors, engine, version=version)  # alone, with all of the weights
+        assert holds(engine, tensors)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.guarantee("all-or-none", fault="a rank of the trainer fails among four")
+def test_four_ranks_gather(tmp_path: Path) -> None:
+    ranks.run(gather, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)

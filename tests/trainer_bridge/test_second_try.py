@@ -1,6 +1,5 @@
 """A second try at an update that not every engine has: it brings the same weights, or nothing."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -10,33 +9,35 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.protocol.policy import CHECKPOINT
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_fsdp import failure, run, toy_trainer
-from tests.trainer_bridge.test_transaction import Dead, dead_engine, serves, states
-from tests.trainer_bridge.test_update import Cut, engine_of
+from tests.trainer_bridge.test_transaction import late_engine, serves, states
+from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.sources.weights_digest import weights_digest
 from trainer_bridge.updates import weights
-from trainer_bridge.updates.update import update
+from trainer_bridge.updates.update import RUN, update
 from trainer_bridge.updates.weights import WholeModel
 
 pytestmark = pytest.mark.timeout(120)
 
 
+Late = tuple[FakeEngine, FakeEngine, toy.Tensors]
+
+
 @pytest.fixture
-def late() -> Iterator[tuple[FakeEngine, Dead, toy.Tensors]]:
+def late() -> Late:
     """An engine that has version 0, and one that had not started."""
-    engine, other, tensors = engine_of(1), dead_engine("begin"), toy.checkpoint()
+    engine, other, tensors = engine_of(1), late_engine(), toy.checkpoint()
     assert list(update(tensors, [engine, other], version=0, require=1).failed) == ["engine 1"]
     other.dead = ()
-    yield engine, other, tensors
+    return engine, other, tensors
 
 
 @pytest.mark.guarantee("several-engines", fault="a second try brings other weights")
 @pytest.mark.parametrize("alone", [False, True])
-def test_other_weights_are_refused(late: tuple[FakeEngine, Dead, toy.Tensors], alone: bool) -> None:
+def test_other_weights_are_refused(late: Late, alone: bool) -> None:
     """Else two contents of one version would be served."""
     engine, other, tensors = late
     engines, changed = other if alone else [engine, other], toy.checkpoint()
@@ -54,32 +55,38 @@ def test_other_weights_are_refused(late: tuple[FakeEngine, Dead, toy.Tensors], a
     assert all(serves(each, 1, changed) for each in (engine, other))
 
 
-@pytest.mark.guarantee("several-engines", fault="a second try brings other weights")
-def test_other_weights_are_refused_where_every_engine_was_required() -> None:
-    """The second one commits, but its answer is lost; then it starts anew, with nothing."""
-    engine, lost, tensors = engine_of(2), Cut(engine_of(1).ranks), toy.checkpoint()
-    with pytest.raises(EngineError, match="committed on 1 of 2"):
-        update(tensors, [engine, lost], version=0)
-    lost.ranks = engine_of(1).ranks
-    with pytest.raises(ManifestError, match="have changed since an earlier try"):
-        update(toy.checkpoint(1), [engine, lost], version=0)
-    assert serves(engine, 0, tensors) and lost.ranks[0].policy == CHECKPOINT
-    update(tensors, [engine, lost], version=0)
-    assert all(serves(each, 0, tensors) for each in (engine, lost))
-
-
-def test_other_weights_are_refused_where_only_an_answer_was_lost() -> None:
-    """Nothing is to be sent, and the engines would go on with what they have."""
-    engines, tensors = [engine_of(1), Cut(engine_of(1).ranks)], toy.checkpoint()
-    with pytest.raises(EngineError, match="committed on 1 of 2"):
+@pytest.mark.guarantee(
+    "runs", fault="the connection is cut after the commit, and the trainer tries again"
+)
+@pytest.mark.guarantee("runs", fault="the answer to a commit is lost, and the weights change")
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_commit_whose_answer_was_lost(others: int, is_restarted: bool) -> None:
+    """Nothing is to be sent, and the engines would go on with what they have; or the one whose
+    answer is lost starts anew then, with nothing."""
+    lost, rest, tensors = engine_of(2), [engine_of(1)] * others, toy.checkpoint()
+    engines, other = [*rest, lost] if rest else lost, toy.checkpoint(1)
+    lost.lost = ["end"]
+    with pytest.raises(EngineError, match="cut"):
         update(tensors, engines, version=0)
-    with pytest.raises(ManifestError, match="have changed since an earlier try"):
-        update(toy.checkpoint(1), engines, version=0)
-    assert update(tensors, engines, version=0).bytes == 0
-    assert all(serves(each, 0, tensors) for each in engines)
+    if is_restarted:
+        lost.ranks = engine_of(2).ranks
+    if rest or not is_restarted:
+        with pytest.raises(ManifestError, match="have changed since an earlier try"):
+            update(other, engines, version=0)
+    held = rest if is_restarted else [*rest, lost]
+    assert all(serves(each, 0, tensors) for each in held)
+    again = update(tensors, engines, version=0)
+    assert (again.run, again.version, again.bytes > 0) == (RUN, 0, is_restarted)
+    assert all(serves(each, 0, tensors) for each in [*rest, lost])
+    # the control: a version whose commit was answered is old
+    with pytest.raises(EngineError, match="version 0 is not newer"):
+        update(tensors, engines, version=0)
+    update(other, engines, version=1)
+    assert all(serves(each, 1, other) for each in [*rest, lost])
 
 
-def test_the_order_of_names_does_not_count(late: tuple[FakeEngine, Dead, toy.Tensors]) -> None:
+def test_the_order_of_names_does_not_count(late: Late) -> None:
     engine, other, tensors = late
     update(dict(reversed(tensors.items())), [engine, other], version=0)
     assert all(serves(each, 0, tensors) for each in (engine, other))
@@ -89,11 +96,11 @@ def test_weights_that_cannot_be_read_again_are_not_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The update committed, so it must not raise."""
-    engines, tensors = [engine_of(1), dead_engine("begin")], toy.checkpoint()
+    engines, tensors = [engine_of(1), late_engine()], toy.checkpoint()
     with monkeypatch.context() as patch:
         patch.setattr(weights, "weights_digest", lambda named: 1 / 0)
         assert list(update(tensors, engines, version=0, require=1).failed) == ["engine 1"]
-    engines[1].dead = ()  # type: ignore[attr-defined]
+    engines[1].dead = ()
     update(toy.checkpoint(1), engines, version=0)
     assert serves(engines[1], 0, toy.checkpoint(1))
 
@@ -111,12 +118,12 @@ def test_kv_scales_count() -> None:
 
 
 def changes_on_one_rank(rank: int, folder: Path) -> None:
-    engines = [engine_of(1), dead_engine("begin")] if rank == 0 else None
+    engines = [engine_of(1), late_engine()] if rank == 0 else None
     tensors = toy.checkpoint()
     model = toy_trainer(tensors)
     update(model, engines, version=0, require=1 if rank == 0 else None)
     if engines is not None:
-        engines[1].dead = ()  # type: ignore[attr-defined]
+        engines[1].dead = ()
     parameter = model.get_parameter("attn.q.weight")
     assert isinstance(parameter, DTensor)
     local = parameter.to_local().detach()

@@ -67,12 +67,6 @@ def plan_for(sender: Sender, named: Named, device: torch.device | None = None) -
 # -- plans
 
 
-def test_a_plan_is_kept_while_nothing_but_values_changes() -> None:
-    sender = Sender(layout())
-    plan = plan_for(sender, weights(a=(4, 4), b=(3,)))
-    assert plan_for(sender, weights(a=(4, 4), b=(3,))) is plan
-
-
 CHANGED: dict[str, Named] = {
     "name": weights(a=(4, 4), c=(3,)),
     "shape": weights(a=(4, 4), b=(5,)),
@@ -84,9 +78,10 @@ CHANGED: dict[str, Named] = {
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_plan_is_made_anew_where_something_changed(change: str) -> None:
+def test_a_plan_is_kept_until_anything_but_values_changes(change: str) -> None:
     sender = Sender(layout())
     plan = plan_for(sender, weights(a=(4, 4), b=(3,)))
+    assert plan_for(sender, weights(a=(4, 4), b=(3,))) is plan
     changed = plan_for(sender, CHANGED[change])
     assert changed.manifest.fingerprint != plan.manifest.fingerprint
     assert list(changed.manifest.tensors) == [name for name, _ in CHANGED[change]]
@@ -113,10 +108,13 @@ def test_a_plan_is_made_anew_for_another_family() -> None:
 
 
 def test_a_plan_is_made_anew_for_another_gpu() -> None:
-    """Without one, nothing is quantized on the way."""
-    sender, named = Sender(layout((GPU,), formats={"block-fp8": ["a"]})), weights(a=(4, 4))
+    """What the engine keeps in FP8 is quantized on the way; without one, nothing is."""
+    sender = Sender(layout((GPU,), formats={"block-fp8": ["a"]}))
+    named = weights(a=(4, 4), b=(4, 4))
     plans = [plan_for(sender, named, device) for device in (None, CUDA[0], CUDA[1])]
-    assert ["a_scale_inv" in plan.manifest.tensors for plan in plans] == [False, True, True]
+    codes = {"a": torch.float8_e4m3fn, "a_scale_inv": torch.float32, "b": BF16}
+    for plan, dtypes in zip(plans, ({"a": BF16, "b": BF16}, codes, codes), strict=True):
+        assert {n: spec.dtype for n, spec in plan.manifest.tensors.items()} == dtypes
     assert plans[1] is not plans[2]
     assert plan_for(sender, named, CUDA[1]) is plans[2]
 
@@ -135,15 +133,6 @@ def test_a_plan_is_made_anew_for_what_is_sharded_now(one_process: DeviceMesh) ->
     sharded = plan_for(sender, [("a", distribute_tensor(whole, one_process))])
     assert [plan.sources[0].held_as for plan in (plain, sharded)] == [torch.float32, BF16]
     assert plan_for(sender, [("a", distribute_tensor(whole, one_process))]) is sharded
-
-
-def test_what_the_engine_keeps_in_fp8_is_quantized_where_there_is_a_gpu() -> None:
-    named = weights(a=(4, 4), b=(4, 4))
-    for device, dtype in ((None, BF16), (torch.device("cuda", 0), torch.float8_e4m3fn)):
-        plan = plan_for(Sender(layout((GPU,), formats={"block-fp8": ["a"]})), named, device)
-        specs = plan.manifest.tensors
-        assert (specs["a"].dtype, specs["b"].dtype) == (dtype, BF16)
-        assert ("a_scale_inv" in specs) is (device is not None)
 
 
 # -- read in place: only where it lay at the last update
@@ -195,25 +184,32 @@ def mapped(sender: Sender, named: Named) -> list[bool]:
     return plan.mapped
 
 
-def test_the_second_update_reads_in_place_what_stayed(gpu: FakeGpu) -> None:
-    sender, named = Sender(layout((GPU,))), weights(a=(4, 4), b=(3,))
-    assert mapped(sender, named) == [False, False]
-    assert mapped(sender, named) == [True, True]
-    assert mapped(sender, named) == [True, True]
-    assert len(gpu.placed) == 1
-
-
-def test_what_moved_is_copied_once(gpu: FakeGpu) -> None:
-    """One that moved is enough: then all are copied, and looked for anew."""
-    sender, named = Sender(layout((GPU,))), weights(a=(4, 4), b=(3,))
-    moved = [named[0], *weights(b=(3,))]
-    assert [mapped(sender, n)[0] for n in (named, named, moved, moved)] == [
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert len(gpu.placed) == 2
+@pytest.mark.parametrize(
+    ("updates", "unable", "reads", "places"),
+    [
+        pytest.param("111", "", "--- +++ +++", 1, id="it stays"),
+        pytest.param("1122", "", "--- +++ --- +++", 2, id="it moves: it is looked for anew"),
+        pytest.param("1233", "", "--- --- --- +++", 3, id="one that moves is enough"),
+        pytest.param("145", "", "--- --- ---", 3, id="it is made anew each time"),
+        pytest.param("111", "b", "--- +-+ +-+", 1, id="one cannot be mapped"),
+        pytest.param("111", "abc", "--- --- ---", 0, id="none can be mapped"),
+        pytest.param("66", "", "--- +-+", 1, id="one is on another GPU, which is not awaited"),
+    ],
+)
+def test_what_lay_there_at_the_last_update_is_read_in_place(
+    updates: str, unable: str, reads: str, places: int, gpu: FakeGpu
+) -> None:
+    """Each digit is one update with the tensors a, b and c of that number."""
+    sender = Sender(layout((GPU,)))
+    sets = {number: weights(a=(4, 4), b=(3,), c=(2, 2)) for number in "1245"}
+    sets["3"] = [*sets["2"][:2], *weights(c=(2, 2))]
+    sets["6"] = [sets["1"][0], ("b", torch.ones(3, dtype=BF16, device="meta")), sets["1"][2]]
+    gpu.unable = {tensor.data_ptr() for name, tensor in sets["1"] if name in unable}
+    found = [mapped(sender, sets[number]) for number in updates]
+    assert " ".join("".join("-+"[is_read] for is_read in each) for each in found) == reads
+    assert len(gpu.placed) == places
+    readable = {len(reads.split()[-1].replace("-", ""))} if "+" in reads else {3}
+    assert {len(addresses) for addresses in gpu.placed} <= readable
 
 
 def test_memory_that_was_freed_meanwhile_is_not_read(gpu: FakeGpu) -> None:
@@ -222,29 +218,6 @@ def test_memory_that_was_freed_meanwhile_is_not_read(gpu: FakeGpu) -> None:
     mapped(sender, named)
     gpu.freed = {named[0][1].data_ptr()}
     assert mapped(sender, named) == [False]
-
-
-def test_tensors_that_are_made_anew_each_time_are_never_read_in_place(gpu: FakeGpu) -> None:
-    sender = Sender(layout((GPU,)))
-    alive = [weights(a=(4, 4)) for _ in range(4)]
-    assert [mapped(sender, named) for named in alive] == [[False]] * 4
-
-
-def test_what_cannot_be_mapped_is_copied(gpu: FakeGpu) -> None:
-    sender, named = Sender(layout((GPU,))), weights(a=(4, 4), b=(3,), c=(2, 2))
-    gpu.unable = {named[1][1].data_ptr()}
-    assert mapped(sender, named) == [False, False, False]
-    assert mapped(sender, named) == [True, False, True]
-    assert gpu.placed == [[named[0][1].data_ptr(), named[2][1].data_ptr()]]
-
-
-def test_what_lies_on_another_gpu_is_copied(gpu: FakeGpu) -> None:
-    """Only one GPU is synchronised before the engine reads, so only its parameters are final."""
-    sender = Sender(layout((GPU,)))
-    named = [*weights(a=(4, 4)), ("b", torch.ones(3, dtype=BF16, device="meta"))]
-    assert mapped(sender, named) == [False, False]
-    assert mapped(sender, named) == [True, False]
-    assert gpu.placed == [[named[0][1].data_ptr()]]
 
 
 def test_memory_that_cannot_be_shared_is_looked_for_each_time(gpu: FakeGpu) -> None:
@@ -318,36 +291,29 @@ def test_updates_with_and_without_scales_may_alternate(gpu: FakeGpu) -> None:
     assert len(gpu.placed) == 2
 
 
-def test_scales_alone_are_not_mapped(gpu: FakeGpu) -> None:
-    """Where the weights pass through the bucket, it takes them along."""
-    sender, named = Sender(kv_layout()), weights(a=(4, 4))
-    gpu.unable = {named[0][1].data_ptr()}
-    for _ in range(3):
-        assert plan_for(sender, scaled(sender, named, 1.0), HOST).mapped == [False, False]
-    assert gpu.placed == []
-
-
-def test_scales_keep_their_spot_beside_weights_that_are_copied(gpu: FakeGpu) -> None:
+@pytest.mark.parametrize(
+    ("unable", "reads"), [("b", [True, False, True, True]), ("abc", [False] * 4)]
+)
+def test_scales_beside_weights_that_are_copied(
+    unable: str, reads: list[bool], gpu: FakeGpu
+) -> None:
+    """They keep their spot; where all weights pass through the bucket, it takes them along."""
     sender, named = Sender(kv_layout()), weights(a=(4, 4), b=(3,), c=(2, 2))
-    gpu.unable = {named[1][1].data_ptr()}
-    for way in ([False] * 4, [True, False, True, True]):
+    gpu.unable = {tensor.data_ptr() for name, tensor in named if name in unable}
+    for way in ([False] * 4, reads):
         both = scaled(sender, named, 1.0)
         assert plan_for(sender, both, HOST).mapped == way
-    assert gpu.placed == [[t.data_ptr() for n, t in both if n != "b"]]
+    assert gpu.placed == [[t.data_ptr() for n, t in both if n not in unable]] * any(reads)
 
 
 def test_scales_are_sent_in_fp32_whoever_sends_them() -> None:
+    """And without their gradient."""
     sender = Sender(kv_layout())
     for family in (None, "qwen3"):
         both = scaled(sender, weights(a=(4, 4)), 1.0)
         spec = sender.plan(both, family, None).manifest.tensors[KV_SCALES]
         assert (spec.dtype, spec.shape) == (torch.float32, (2, 2, 4))
-
-
-def test_scales_come_without_their_gradient() -> None:
-    sender = Sender(kv_layout())
-    for value in (1.0, 2.0):
-        given = torch.full((2, 2, 4), value, requires_grad=True)
+        given = torch.ones(2, 2, 4, requires_grad=True)
         ((_, scales),) = sender.settled([(KV_SCALES, given)], HOST)
         assert not scales.requires_grad
 
@@ -381,10 +347,8 @@ def test_scales_that_are_not_for_this_engine() -> None:
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Rank]:
-    """It serves three sessions, as many as each test has."""
-    rank = Rank(tmp_path, sessions=3)
+    rank = Rank(tmp_path, sessions=5)
     yield rank
-    rank.join()
 
 
 def share(
@@ -415,7 +379,6 @@ def test_a_bucket_is_kept_while_its_size_stays(rank: Rank) -> None:
     assert share(sender, rank, plan) is packer
     assert share(sender, rank, plan_for(sender, weights(b=(7, 4)))) is not packer
     assert sender._bucket is bucket
-    rank.join()
     assert rank.ops() == ["hello", "bucket", "hello", "hello"]
 
 
@@ -430,18 +393,10 @@ def test_the_memory_goes_with_the_last_engine_that_has_it_open(rank: Rank) -> No
         sender.leave(left)
         assert bucket.close.alive is (left == "one")
     share(sender, rank, plan_for(sender, weights(a=(4, 4))))
-    rank.join()
 
 
 def test_whole_parameters_are_not_read_in_place_by_several_engines(gpu: FakeGpu) -> None:
-    """It is quantized once for all of them."""
-    sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
-    mapped(sender, named)
-    sender.is_shared = True
-    assert [mapped(sender, named) for _ in range(2)] == [[False]] * 2
-
-
-def test_one_of_two_engines_is_updated_alone(gpu: FakeGpu) -> None:
+    """They are quantized once for all of them, also where one of two is updated alone."""
     sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
     for engine in ("one", "two"):
         sender.join(engine)
@@ -500,33 +455,21 @@ def segments(rank: Rank) -> list[dict[str, Any]]:
 
 
 def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
-    sender = Sender(layout())
-    named = weights(a=(8,), b=(2, 2), c=(3,))
+    """And under another name where others of the same memory are mapped; ``b`` lies in the bucket,
+    and at last all do."""
+    sender, named = Sender(layout()), weights(a=(8,), b=(2, 2), c=(3,))
     plan = in_place_plan(sender, named, [True, False, True])
     share(sender, rank, plan)
     (told,) = segments(rank)
-    # b lies in the bucket
     assert told["places"] == {"a": [[0, 16, 0, 8]], "c": [[0, 64, 0, 3]]}
     assert told["handles"] == [IN_PLACE.handles[0].to_json()]
     share(sender, rank, plan, known=(told["name"],))
     assert len(segments(rank)) == 1
     share(sender, rank, plan)  # the rank has let go of it
-    rank.join()
-    assert segments(rank) == [told, told]
-
-
-def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank) -> None:
-    sender = Sender(layout())
-    names = []
-    for flags in ([True, True], [True, False]):
-        named = weights(a=(8,), b=(8,))
-        share(sender, rank, in_place_plan(sender, named, flags))
-        names.append(segments(rank)[-1]["name"])
-    plan = in_place_plan(sender, named, [False, False])
-    share(sender, rank, plan)  # nothing is mapped, so nothing is told
-    rank.join()
-    assert len(segments(rank)) == 2
-    assert names[0] != names[1]
+    share(sender, rank, in_place_plan(sender, named, [True, False, False]))
+    share(sender, rank, in_place_plan(sender, named, [False] * 3))
+    assert segments(rank)[:2] == [told, told]
+    assert len(segments(rank)) == 3 and segments(rank)[2]["name"] != told["name"]
 
 
 def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
@@ -537,7 +480,6 @@ def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
         plan = in_place_plan(sender, named, flags)
         assert (share(sender, rank, plan) is None) is all(flags)
         buckets.append(sender._bucket)
-    rank.join()
     assert rank.ops().count("bucket") == 1
     assert (buckets[0], buckets[2]) == (None, None)
     assert buckets[1] is not None and not buckets[1].close.alive
@@ -557,16 +499,9 @@ def test_a_bucket_that_another_engine_may_have_open_is_kept(rank: Rank) -> None:
     assert bucket.close.alive
     share(sender, rank, whole, users=("one", "two"))
     assert not bucket.close.alive
-    rank.join()
 
 
 # -- how many slots a bucket has
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer sees ``GPU`` and another one."""
-    monkeypatch.setattr(carriers, "gpu_uuid", lambda index: (GPU, "another")[index])
 
 
 @pytest.mark.parametrize(
@@ -578,25 +513,23 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param((GPU, "another"), CUDA[0], 2, id="the same GPU and another"),
         pytest.param((GPU,), None, 2, id="host memory"),
         pytest.param((), None, 2, id="an engine on a CPU"),
+        pytest.param((GPU,), torch.device("cuda", 2), 2, id="a GPU that does not tell its name"),
     ],
 )
 def test_a_bucket_has_one_slot_where_one_gpu_fills_and_writes_it(
-    two_gpus: None, gpus: tuple[str, ...], device: torch.device | None, slots: int
+    gpus: tuple[str, ...],
+    device: torch.device | None,
+    slots: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The whole of it is then one chunk."""
+
+    def name_of(index: int) -> str:
+        if index > 1:
+            raise CudaMemoryError("the driver did not start")
+        return (GPU, "another")[index]
+
+    monkeypatch.setattr(carriers, "gpu_uuid", name_of)
     plan = plan_for(Sender(layout(gpus)), weights(a=(4, 4)), device)
     assert (plan.manifest.slots, plan.manifest.chunk_bytes) == (slots, BUCKET_BYTES // slots)
     assert plan.manifest.bucket_bytes == BUCKET_BYTES
-
-
-def test_a_gpu_that_does_not_tell_its_name_is_not_the_engines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whether its memory can be shared is found out by sharing it."""
-
-    def no_driver(index: int) -> str:
-        raise CudaMemoryError("the driver did not start")
-
-    monkeypatch.setattr(carriers, "gpu_uuid", no_driver)
-    plan = plan_for(Sender(layout((GPU,))), weights(a=(4, 4)), CUDA[0])
-    assert plan.manifest.slots == 2

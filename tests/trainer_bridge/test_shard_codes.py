@@ -1,8 +1,7 @@
 """Codes that the ranks of a trainer make of their shards, once for all engines that read them."""
 
-import logging
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,18 +12,30 @@ from torch.distributed.tensor import DTensor, Shard
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from tests import oracle
 from tests.sgl_fp8rl.receiver import toy
-from tests.trainer_bridge import fake_ipc, ranks
+from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
+from tests.trainer_bridge import ranks
+from tests.trainer_bridge.shards_job import (
+    AS_CODES,
+    CODED,
+    GPU,
+    OTHER,
+    PLAIN,
+    WORLD,
+    Elsewhere,
+    GpuEngine,
+    Job,
+    mapped_bytes,
+    run,
+)
 from tests.trainer_bridge.test_close import looping
-from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch
-from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, Trainer, mapped_bytes
+from tests.trainer_bridge.test_packer import at, without_triton
+from tests.trainer_bridge.test_sender import layout
+from tests.trainer_bridge.test_update import holds
 from trainer_bridge import close
-from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.shards import placed_shards, shard_codes
 from trainer_bridge.shards.code_pieces import codes_wanted, pieces_of_codes
@@ -34,27 +45,14 @@ from trainer_bridge.shards.shard_codes import ShardCodes
 from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.layout import sources_for
 from trainer_bridge.transport.cuda_ipc import Placement
-from trainer_bridge.updates.update import UpdateResult, update
+from trainer_bridge.updates.update import update
 
 Tensor = torch.Tensor
-WORLD = 2
-COLLECTIVE_TIMEOUT_S = 30
-OTHER = "GPU-00000000-0000-0000-0000-000000000001"
 
 
 # -- where codes and scales of HF tensors lie
 
-LAYOUT: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "fp32": [],
-    "skipped": [],
-    "tied": None,
-    "formats": {},
-    "gpus": [OTHER],
-    "visible_gpus": [fake_ipc.GPU, OTHER],
-    "through_host": False,
-    "is_remote": False,
-}
+LAYOUT = layout((OTHER,), visible_gpus=[GPU, OTHER])
 EXPERTS = "model.layers.0.mlp.experts."
 
 
@@ -120,28 +118,17 @@ class Lying:
 def placed(tensors: list[Tensor], seed: str = "") -> Placement:
     """Where tensors lie; the handle is the address."""
     addresses = [tensor.data_ptr() for tensor in tensors]
-    handles = tuple(Handle(str(each), 1 << 30, fake_ipc.GPU) for each in addresses)
+    handles = tuple(Handle(str(each), 1 << 30, GPU) for each in addresses)
     return Placement(
         (), (), handles, tuple((i, 0) for i in range(len(handles))), seed or str(handles)
     )
 
 
-class TorchMemory:
-    """``cuda_memory.DeviceMemory``."""
-
-    def __init__(self, nbytes: int, device: int) -> None:
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Tensors free theirs."""
-
-
 @pytest.fixture
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
-    monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
+    without_triton(monkeypatch)
     monkeypatch.setattr(shard_codes, "placement_of", placed)
-    monkeypatch.setattr(shard_codes, "DeviceMemory", TorchMemory)
+    monkeypatch.setattr(shard_codes, "DeviceMemory", FakeDeviceMemory)
 
 
 def drawn(*shape: int) -> Tensor:
@@ -214,8 +201,8 @@ def test_who_gains() -> None:
         layout = lying.layout | changes
         return codes_wanted(lying.plain, lying.named, None, [(layout, engines)]) is not None
 
-    own = [fake_ipc.GPU]
-    assert wanted() and wanted(gpus=[fake_ipc.GPU, OTHER]) and wanted(gpus=own, engines=2)
+    own = [GPU]
+    assert wanted() and wanted(gpus=[GPU, OTHER]) and wanted(gpus=own, engines=2)
     assert not wanted(gpus=own), "each GPU reads what it holds, once"
     assert not wanted(visible_gpus=[OTHER]) and not wanted(visible_gpus=[])
     assert not wanted(visible_gpus=[]) and not wanted(fp32=None)
@@ -237,107 +224,7 @@ def test_codes_of_inference_mode_are_made_again_outside_of_it(
     assert memory.bad() is None
 
 
-# -- updates of engines
-
-
-class Elsewhere(GpuEngine):
-    """On other GPUs than the trainer's.
-
-    Args:
-        formats: what a trainer hears, in the place of what is FP8.
-    """
-
-    def __init__(self, writable: list[tuple[int, int]], formats: Any = None) -> None:
-        super().__init__(writable)
-        self.visible_gpus = [fake_ipc.GPU, OTHER]
-        self.formats = formats
-
-    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
-        reply = super().control(message)
-        if message["op"] == "layout":
-            reply = {**reply, "gpus": [OTHER]}
-            if self.formats is not None:
-                reply["formats"] = self.formats
-        return reply
-
-
-class Job:
-    """One rank of a trainer, and on the first rank engines."""
-
-    def __init__(
-        self,
-        patch: pytest.MonkeyPatch,
-        rank: int,
-        make: Callable[[list[tuple[int, int]]], list[Any]],
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        logging.disable(logging.CRITICAL)
-        self.memories, interpreter = fake_ipc.install(patch)
-        self.rank, self.trainer = rank, Trainer(self.memories, rank, dtype)
-        self.engines = make(interpreter.writable) if rank == 0 else []
-        self.launches = 0
-        launch = CodesMemory.launch
-
-        def counted(memory: CodesMemory, weights: Any = None) -> None:
-            self.launches += 1
-            launch(memory, weights)
-
-        patch.setattr(CodesMemory, "launch", counted)
-        self._versions = count()
-
-    def step_to(self, version: int) -> UpdateResult:
-        self._versions = count(version)
-        return self.step()
-
-    def step(self, **options: Any) -> UpdateResult:
-        """An update to other weights; all engines hold the oracle's bytes."""
-        version = next(self._versions)
-        tensors = toy.checkpoint(version)
-        named = self.trainer.become(tensors)
-        result = update(named, self.engines or None, version=version, **options)
-        assert not self.memories.torn
-        assert all(engine.holds(tensors) for engine in self.engines), version
-        return result
-
-
-def one(writable: list[tuple[int, int]]) -> list[Any]:
-    return [Elsewhere(writable)]
-
-
-def two(writable: list[tuple[int, int]]) -> list[Any]:
-    """On the trainer's GPU."""
-    return [GpuEngine(writable) for _ in range(2)]
-
-
-def to_engines(rank: int, folder: Path) -> None:
-    """From the third update on each rank quantizes once; where shards move, they are gathered."""
-    for make, dtype in ((one, torch.bfloat16), (one, torch.float32), (two, torch.bfloat16)):
-        with pytest.MonkeyPatch.context() as patch:
-            job = Job(patch, rank, make, dtype)
-            tensors = toy.checkpoint()
-            plain, coded = (mapped_bytes(tensors, each, dtype.itemsize) for each in ((), CODED))
-            for moves in (False, True):
-                if moves and rank == 1:
-                    job.trainer.move()
-                for read in (0, plain, coded, coded):
-                    before, made = job.launches, len(job.memories.made)
-                    result = job.step()
-                    assert result.mapped_bytes == read
-                    assert result.bytes == read or not read
-                    assert ("quantize" in result.seconds) == (read == coded)
-            assert job.launches == before + 1
-            assert len(job.memories.made) == made
-        ranks.meet(rank, folder, f"{make.__name__}-{dtype}", WORLD)
-
-
-def to_the_trainers_gpus(rank: int, folder: Path) -> None:
-    """The control: one engine there reads BF16, and nothing is quantized before."""
-    with pytest.MonkeyPatch.context() as patch:
-        job = Job(patch, rank, lambda writable: [GpuEngine(writable)])
-        results = [job.step() for _ in range(3)]
-        whole = mapped_bytes(toy.checkpoint(), set())
-        assert [each.mapped_bytes for each in results] == [0, whole, whole]
-        assert not job.launches and "quantize" not in results[-1].seconds
+# -- updates of engines; ``test_placed_shards.py`` has those without faults
 
 
 class LateGpu:
@@ -362,245 +249,184 @@ class LateGpu:
         return self._bad(memory)
 
 
-def behind_a_gpu(rank: int, folder: Path) -> None:
+def behind_a_gpu(_: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
     """Engines read what all ranks' GPUs have made by then, whichever is the last."""
-    for late in range(WORLD):
-        for works in (True, False):
-            with pytest.MonkeyPatch.context() as patch:
-                job = Job(patch, rank, one)
-                for _ in range(3):
+    for late, works in product(range(WORLD), (True, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            job = Job(patch, rank, Elsewhere)
+            job.read(3)
+            if rank == late:
+                LateGpu(patch, works)
+            if works or rank > 0:
+                job.step()
+            else:  # the control: codes of the update before
+                with pytest.raises(AssertionError):
                     job.step()
-                if rank == late:
-                    LateGpu(patch, works)
-                if works or rank > 0:
-                    job.step()
-                else:  # the control: codes of the update before
-                    with pytest.raises(AssertionError):
-                        job.step()
-            ranks.meet(rank, folder, f"{late}-{works}", WORLD)
+        ranks.meet(rank, folder, f"{late}-{works}", WORLD)
 
 
-def of_faults(rank: int, folder: Path) -> None:
+def of_faults(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
     """A rank refuses NaN, or cannot launch, before an engine writes anything: the version before is
     served on."""
-    with pytest.MonkeyPatch.context() as patch:
-        job = Job(patch, rank, lambda writable: [Elsewhere(writable) for _ in range(2)])
-        for _ in range(3):
-            job.step()
-        serves = [toy.contents(w.model) for e in job.engines for w in e.ranks]
-        bad = toy.checkpoint(3)
-        bad["mlp.experts.1.up.weight"][-1, -1] = torch.nan  # rank 1 holds it
-        with pytest.raises(Exception, match=r"on rank 1 .*experts\.1\.up\.weight holds NaN"):
-            update(job.trainer.become(bad), job.engines or None, version=3)
-        for weights, before in zip([w for e in job.engines for w in e.ranks], serves, strict=True):
-            assert toy.same(toy.contents(weights.model), before)
-            assert (weights.state, weights.policy.version) == (State.SERVING, 2)
-        assert [job.step().mapped_bytes > 0 for _ in range(3)] == [False, True, True]
-        with pytest.MonkeyPatch.context() as fault:
-            if rank == 1:
-                fault.setattr(CodesMemory, "launch", lambda *_: 1 / 0)
-            with pytest.raises(Exception, match=r"on rank 1 .*division by zero"):
-                job.step()
-        assert [w.state for e in job.engines for w in e.ranks] == [State.SERVING] * 4 * (rank == 0)
-        assert [job.step().mapped_bytes > 0 for _ in range(2)] == [False, True]
+    job = Job(patch, rank, Elsewhere, Elsewhere)
+    job.read(3)
+    job.fails(
+        r"on rank 1 .*experts\.1\.up\.weight holds NaN", **{"mlp.experts.1.up.weight": torch.nan}
+    )
+    for engine in job.engines:
+        assert holds(engine, toy.checkpoint(2))
+        assert {(w.state, w.policy.version) for w in engine.ranks} == {(State.SERVING, 2)}
+    assert job.read(3) == [0, PLAIN, AS_CODES]
+    with pytest.MonkeyPatch.context() as fault:
+        if rank == 1:
+            fault.setattr(CodesMemory, "launch", lambda *_: 1 / 0)
+        job.fails(r"on rank 1 .*division by zero")
+    assert {w.state for e in job.engines for w in e.ranks} <= {State.SERVING}
+    assert job.read(2) == [0, PLAIN]
 
 
-def of_other_layouts(rank: int, folder: Path) -> None:
+def of_other_layouts(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
     """An engine keeps fewer tensors in FP8 than before, and one joins that keeps none so."""
-    with pytest.MonkeyPatch.context() as patch:
-        joining: list[Any] = []
-
-        def make(writable: list[tuple[int, int]]) -> list[Any]:
-            joining.append(Elsewhere(writable, formats={}))
-            return [Elsewhere(writable)]
-
-        job = Job(patch, rank, make)
-        tensors = toy.checkpoint()
-        found = [job.step().mapped_bytes for _ in range(3)]
-        assert found == [0, mapped_bytes(tensors, set()), mapped_bytes(tensors, CODED)]
-        some = {"attn.q.weight", "mlp.experts.0.up.weight"}
-        for engine in job.engines:
-            engine.formats = {QUANTIZED.name: sorted(some)}
-        bad = toy.checkpoint(3) | {
-            "norm.weight": torch.full_like(tensors["norm.weight"], torch.nan)
-        }
-        with pytest.raises(Exception, match="NaN"):  # the layout is asked for again
-            update(job.trainer.become(bad), job.engines or None, version=3)
-        job.step_to(4)
-        assert job.step().mapped_bytes == mapped_bytes(tensors, set())
-        assert [job.step().mapped_bytes for _ in range(2)] == [mapped_bytes(tensors, some)] * 2
-        job.engines += joining
-        launches = job.launches
-        for _ in range(3):  # it reads BF16, which is more
-            result = job.step()
-        assert result.mapped_bytes == mapped_bytes(tensors, set())
-        assert job.launches == launches + 3
+    job = Job(patch, rank, Elsewhere, Elsewhere)
+    joining = job.engines[1:]
+    for engine in joining:
+        engine.told["formats"] = {}
+    del job.engines[1:]
+    assert job.read(3) == [0, PLAIN, AS_CODES]
+    some = {"attn.q.weight", "mlp.experts.0.up.weight"}
+    for engine in job.engines:
+        engine.told["formats"] = {QUANTIZED.name: sorted(some)}
+    job.fails("NaN", **{"norm.weight": torch.nan})  # the layout is asked for again
+    read = mapped_bytes(toy.checkpoint(), some)
+    assert job.read(4) == [0, PLAIN, read, read]
+    job.engines += joining
+    launches = job.launches
+    assert job.read(3)[-1] == PLAIN, "it reads BF16, which is more"
+    assert job.launches == launches + 3
 
 
-def beside_what_is_gathered(rank: int, folder: Path) -> None:
+def beside_what_is_gathered(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
     """One tensor is whole on each rank, and one is cut by columns."""
-    with pytest.MonkeyPatch.context() as patch:
-        job = Job(patch, rank, one)
-        others = {"norm.weight", "attn.o.weight"}
-        columns = torch.empty(toy.HIDDEN, toy.HEADS // WORLD, dtype=torch.bfloat16)
-        mesh = cast(DTensor, job.trainer.named["attn.o.weight"]).device_mesh
-        cut = DTensor.from_local(columns, mesh, (Shard(1),))
-        for version in range(4):
-            tensors = toy.checkpoint(version)
-            columns.copy_(tensors["attn.o.weight"].chunk(WORLD, 1)[rank])
-            beside = {"norm.weight": tensors["norm.weight"], "attn.o.weight": cut}
-            named = job.trainer.become({n: t for n, t in tensors.items() if n not in others})
-            result = update({**named, **beside}, job.engines or None, version=version)
-            assert all(engine.holds(tensors) for engine in job.engines), version
-        read = {name: tensor for name, tensor in tensors.items() if name not in others}
-        assert result.mapped_bytes == mapped_bytes(read, CODED) and job.launches
+    job, others = Job(patch, rank, Elsewhere), {"norm.weight", "attn.o.weight"}
+    columns = torch.empty(toy.HIDDEN, toy.HEADS // WORLD, dtype=torch.bfloat16)
+    mesh = cast(DTensor, job.trainer.named["attn.o.weight"]).device_mesh
+    cut = DTensor.from_local(columns, mesh, (Shard(1),))
+    for version in range(4):
+        tensors = toy.checkpoint(version)
+        columns.copy_(tensors["attn.o.weight"].chunk(WORLD, 1)[rank])
+        beside = {"norm.weight": tensors["norm.weight"], "attn.o.weight": cut}
+        named = job.trainer.become({n: t for n, t in tensors.items() if n not in others})
+        result = update({**named, **beside}, job.engines or None, version=version)
+        job.check(result, tensors)
+    read = {name: tensor for name, tensor in tensors.items() if name not in others}
+    assert result.mapped_bytes == mapped_bytes(read, CODED) and job.launches
 
 
-def in_bf16_without_memory(rank: int, folder: Path) -> None:
+def in_bf16_without_memory(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
     """One rank has no room for codes: none makes any from then on."""
-    with pytest.MonkeyPatch.context() as patch:
-        job = Job(patch, rank, one)
+    job, warnings = Job(patch, rank, Elsewhere), list[str]()
 
-        def full(nbytes: int, device: Any) -> Any:
-            raise CudaMemoryError("out of memory")
+    def full(nbytes: int, device: Any) -> Any:
+        raise CudaMemoryError("out of memory")
 
-        if rank == 1:
-            patch.setattr(shard_codes, "DeviceMemory", full)
-        whole = mapped_bytes(toy.checkpoint(), set())
-        warnings: list[str] = []
-        patch.setattr(
-            shard_codes.logger, "warning", lambda text, *args: warnings.append(text % args)
-        )
-        results = [job.step() for _ in range(5)]
-        assert [each.mapped_bytes for each in results] == [0, *[whole] * 4]
-        assert len(warnings) == (rank == 0), warnings
-        assert job.launches <= 2, "only where it was not known yet"
+    if rank == 1:
+        patch.setattr(shard_codes, "DeviceMemory", full)
+    patch.setattr(shard_codes.logger, "warning", lambda text, *args: warnings.append(text % args))
+    assert job.read(5) == [0, *[PLAIN] * 4]
+    assert len(warnings) == (rank == 0), warnings
+    assert job.launches <= 2, "only where it was not known yet"
 
 
-def with_kv_scales(rank: int, folder: Path) -> None:
-    class KVEngine(Elsewhere):
-        def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
-            cache = {"kv_cache": {"layers": 2, "kv_heads": 3}} if message["op"] == "layout" else {}
-            return {**super().control(message), **cache}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            EngineWeights, "kv_scales_in", lambda self, m: frozenset({KV_SCALES} & m.tensors.keys())
-        )
-        job = Job(patch, rank, lambda writable: [KVEngine(writable)])
-        read = mapped_bytes(toy.checkpoint(), CODED)
-        for _ in range(4):
-            result = job.step(kv_scales=torch.ones(2, 2, 3))
-        assert result.mapped_bytes >= read and job.launches
+def made_by(job: Job) -> int:
+    """How many allocations were made, once of three updates the third one reads codes."""
+    made = [job.step() and len(job.memories.made) for _ in range(3)]
+    assert made[2] == made[1] + 1
+    return made[1]
 
 
-def as_long_as_engines_have_them(rank: int, folder: Path) -> None:
-    """Codes are freed once no engine has them open: neither one that the trainer no longer names,
-    nor one that was left out of an update. ``Job.step`` checks that none is freed before."""
-    with pytest.MonkeyPatch.context() as patch:
-        job = Job(patch, rank, two)
-        made = [job.step() and len(job.memories.made) for _ in range(3)]
-        assert made[2] == made[1] + 1
-        gone, job.engines = job.engines[:1], job.engines[1:]
-        for _ in range(3):  # the first of these still reads codes, the others BF16
-            assert job.step().mapped_bytes
-            assert len(job.memories.made) == made[2]
-        for engine in gone:
-            with looping(engine):
-                close(engine)
-        job.step()
-        assert len(job.memories.made) == made[1]
-    ranks.meet(rank, folder, "closed", WORLD)
-    with pytest.MonkeyPatch.context() as patch:
-        job = Job(patch, rank, lambda writable: [Elsewhere(writable) for _ in range(2)])
-        for _ in range(3):
-            job.step()
-        codes, engines = KEPT.codes._codes, job.engines
-        with pytest.MonkeyPatch.context() as fault:
-            for engine in engines[1:]:
-                fault.setattr(engine, "control", _busy(engine.control))
-            job.engines = engines[:1]  # which are compared
-            if rank == 1:
-                job.trainer.move()
-            named = job.trainer.become(toy.checkpoint(3))
-            result = update(named, engines or None, version=3, require=1)
-            assert len(result.failed) == 1 and not job.memories.torn
-        assert codes in KEPT.codes._retired
-        job.engines = engines
-        job.step_to(4)
-        assert codes not in KEPT.codes._retired
+def as_long_as_engines_have_them(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
+    """Codes are freed once no engine has them open: here one that the trainer no longer names.
+    ``Job.check`` sees that none is freed before."""
+    job = Job(patch, rank, GpuEngine, GpuEngine)
+    made = made_by(job)
+    gone, job.engines = job.engines[:1], job.engines[1:]
+    for _ in range(3):  # the first of these still reads codes, the others BF16
+        assert job.step().mapped_bytes
+        assert len(job.memories.made) == made + 1
+    for engine in gone:
+        with looping(engine):
+            close(engine)
+    job.step()
+    assert len(job.memories.made) == made
 
 
-def _busy(control: Callable[..., Any]) -> Callable[..., Any]:
-    def refuse(message: dict[str, Any], timeout_s: float = 9.0) -> Any:
-        if message["op"] == "begin":
-            raise EngineError("another update runs")
-        return control(message)
-
-    return refuse
-
-
-def until_the_last_engine_is_closed(rank: int, folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        job = Job(patch, rank, one)
-        made = [job.step() and len(job.memories.made) for _ in range(3)]
-        assert made[2] == made[1] + 1
-        for engine in job.engines:
-            with looping(engine):
-                close(engine)
-        ranks.meet(rank, folder, "left", WORLD)
-        if rank == 1:
-            assert len(job.memories.made) == made[2]
-            close(None)
-        assert len(job.memories.made) == made[1] and not job.memories.torn
-        assert job.step().mapped_bytes == mapped_bytes(toy.checkpoint(), CODED)
+def while_one_is_left_out(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
+    """An engine that missed an update still has codes open."""
+    job = Job(patch, rank, Elsewhere, Elsewhere)
+    job.read(3)
+    codes, engines = KEPT.codes._codes, job.engines
+    for engine in engines[1:]:
+        engine.dead = ("begin",)
+    job.engines = engines[:1]  # which are compared
+    if rank == 1:
+        job.trainer.move()
+    tensors = toy.checkpoint(3)
+    result = update(job.trainer.become(tensors), engines or None, version=3, require=1)
+    assert len(job.check(result, tensors).failed) == 1
+    assert codes in KEPT.codes._retired
+    for engine in engines[1:]:
+        engine.dead = ()
+    job.engines = engines
+    job.step_to(4)
+    assert codes not in KEPT.codes._retired
 
 
-def where_shards_move_at_each_update(rank: int, folder: Path) -> None:
+def until_the_last_engine_is_closed(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
+    job = Job(patch, rank, Elsewhere)
+    made = made_by(job)
+    for engine in job.engines:
+        with looping(engine):
+            close(engine)
+    ranks.meet(rank, folder, "left", WORLD)
+    if rank == 1:
+        assert len(job.memories.made) == made + 1
+        close(None)
+    assert len(job.memories.made) == made and not job.memories.torn
+    assert job.read(1) == [AS_CODES]
+
+
+def where_shards_move_at_each_update(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
     """Nothing is prepared that is not used."""
-    with pytest.MonkeyPatch.context() as patch:
-        job = Job(patch, rank, one)
-        patch.setattr(placed_shards, "Shards", None)
-        patch.setattr(shard_codes, "codes_wanted", None)
-        for _ in range(3):
-            job.trainer.move()
-            assert job.step().mapped_bytes == 0
-        assert not job.launches
+    job = Job(patch, rank, Elsewhere)
+    patch.setattr(placed_shards, "Shards", None)
+    patch.setattr(shard_codes, "codes_wanted", None)
+    for _ in range(3):
+        job.trainer.move()
+        assert job.read(1) == [0]
+    assert not job.launches
 
 
-def without_a_decision(rank: int, folder: Path) -> None:
+def without_a_decision(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
     """It only makes updates faster: they do not fail with it."""
-    with pytest.MonkeyPatch.context() as patch:
-        job = Job(patch, rank, one)
-        patch.setattr(shard_codes, "codes_wanted", lambda *_: 1 / 0)
-        whole = mapped_bytes(toy.checkpoint(), set())
-        assert [job.step().mapped_bytes for _ in range(3)] == [0, whole, whole]
-        assert not job.launches
-
-
-CASES_OF_RANKS = (
-    to_engines,
-    as_long_as_engines_have_them,
-    until_the_last_engine_is_closed,
-    where_shards_move_at_each_update,
-    without_a_decision,
-    to_the_trainers_gpus,
-    behind_a_gpu,
-    of_faults,
-    of_other_layouts,
-    beside_what_is_gathered,
-    with_kv_scales,
-    in_bf16_without_memory,  # the last one: a process does not try again
-)
-
-
-def each_case(rank: int, folder: Path) -> None:
-    for case in CASES_OF_RANKS:
-        case(rank, folder)
-        ranks.meet(rank, folder, case.__name__, WORLD)
+    job = Job(patch, rank, Elsewhere)
+    patch.setattr(shard_codes, "codes_wanted", lambda *_: 1 / 0)
+    assert job.read(3) == [0, PLAIN, PLAIN]
+    assert not job.launches
 
 
 @pytest.mark.guarantee("all-or-none", fault="codes that trainer ranks make, NaN in one of them")
 @pytest.mark.timeout(300)
 def test_codes_of_two_ranks(tmp_path: Path) -> None:
-    ranks.run(each_case, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, join_s=270.0)
+    cases = (
+        as_long_as_engines_have_them,
+        while_one_is_left_out,
+        until_the_last_engine_is_closed,
+        where_shards_move_at_each_update,
+        without_a_decision,
+        behind_a_gpu,
+        of_faults,
+        of_other_layouts,
+        beside_what_is_gathered,
+        in_bf16_without_memory,  # the last one: a process does not try again
+    )
+    run(cases, tmp_path, join_s=270.0)

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from sgl_fp8rl.formats import BLOCK_FP8
-from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import SLOTS
 from tests.sgl_fp8rl.receiver import toy
@@ -34,9 +33,10 @@ from tests.trainer_bridge.test_far_engine import (
     step,
 )
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
-from tests.trainer_bridge.test_killed_follower import AFTER, Watched
-from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
+from tests.trainer_bridge.test_killed import AFTER, Watched
+from tests.trainer_bridge.test_packer import without_triton
 from tests.trainer_bridge.test_sender import layout
+from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge import update
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT
@@ -98,20 +98,22 @@ def in_turn(engines: list[str]) -> None:
             assert gathered(result.network_bytes) == [result.network_bytes] * WORLD
 
 
-def only_what_changed(rank: int, engine: str) -> None:
+def only_what_changed(rank: int, engine: str, alone: bool = False) -> None:
     for version in range(LAST + 1):
         if version == 3 and rank == 2:  # as after a restart
             KEPT.bases.forget()
         result = update(toy_trainer(step_of(version)), engine, version=version)
         part = result.network_bytes / result.bytes
-        low, high = [(0.9, 2.0), (0, 0.1), (0, 0.1), (0.1, 0.9), (0, 0.1)][version]
+        after_restart = (0.0, 0.1) if alone else (0.1, 0.9)
+        low, high = [(0.9, 2.0), (0, 0.1), (0, 0.1), after_restart, (0, 0.1)][version]
         assert low < part < high, part
 
 
-def a_connection_fails(rank: int, engine: str, how: str) -> None:
+def a_connection_fails(rank: int, engine: str, how: str, below: int = 1) -> None:
+    """Every rank hears the one failure: were one not told, the next collective would hang."""
     update(toy_trainer(toy.checkpoint(0)), engine, version=0)
     model = toy_trainer(toy.checkpoint(1))
-    failing = failing_in_chunk(1, how) if rank == 1 else nullcontext()
+    failing = failing_in_chunk(2 - below, how) if rank == below else nullcontext()
     with failing, pytest.raises(EngineError) as error:
         update(model, engine, version=1)
     assert gathered(str(error.value)) == [str(error.value)] * WORLD
@@ -139,6 +141,16 @@ def one_of_two_is_lost(rank: int, engines: list[str]) -> None:
             breaking(patch)
         result = update(model, engines, version=1, require=1)
     assert gathered([*result.failed]) == [[engines[0]]] * WORLD
+
+
+def one_of_two_is_here(rank: int, engines: list[str]) -> None:
+    """It is sent BF16 of the same gathered tensors, and commits without the other."""
+    update(toy_trainer(toy.checkpoint(0)), engines, version=0)
+    model = toy_trainer(toy.checkpoint(1))
+    with failing_in_chunk(3, "breaks") if rank == 0 else nullcontext():
+        result = update(model, engines, version=1, require=1)
+    assert gathered([*result.failed]) == [[engines[1]]] * WORLD
+    assert update(model, engines, version=1).failed == {}
 
 
 def behind_a_firewall(rank: int, engine: str) -> None:
@@ -204,28 +216,33 @@ def each_way(rank: int, folder: Path, engines: list[str]) -> None:
         behind_a_firewall(rank, engines[7])
         what_is_the_first_ranks_own(rank, engines[8])
         nan_of_another_rank(rank, engines[9:11])
+    # chunks would be too small to be shared out: the first rank sends all
+    only_what_changed(rank, engines[11], alone=True)
+    a_connection_fails(rank, engines[12], "breaks", below=0)
+    one_of_two_is_here(rank, engines[13:])
 
 
 @pytest.mark.guarantee("all-or-none", fault="the network fails below a rank that sends its part")
+@pytest.mark.guarantee("quarantine", fault="the network fails below two ranks of a trainer")
 def test_ranks_send_chunks_in_turn(tmp_path: Path) -> None:
     """Were a chunk not sent, the vote would miss it; were the memory of one rank's chunk given to
     another's, the bytes would not be the oracle's."""
-    plain, changed = [remote(1), remote(2)], remote(2, IMAGE_BYTES)
-    failing = [remote(2, kind=Watched), remote(1, kind=Watched)]
+    plain, changed = [remote(1), remote(2)], [remote(2, IMAGE_BYTES) for _ in range(2)]
+    failing = [remote(tp, kind=Watched) for tp in (2, 1, 2)]
     lost, alone, own = [remote(1), remote(2)], remote(1), remote(1)
     sound = [remote(1, IMAGE_BYTES), remote(2, IMAGE_BYTES)]
-    engines = [*plain, changed, *failing, *lost, alone, own, *sound]
-    with served(engines) as addresses:
+    both = [engine_of(1, SMALL), remote(2)]
+    engines = [*plain, changed[0], *failing[:2], *lost, alone, own, *sound]
+    with served([*engines, changed[1], failing[2], *both]) as addresses:
         work = partial(each_way, engines=addresses)
         ranks.run(work, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)
     assert [left(engine) for engine in plain] == ["2", "2"]
-    expected = [toy.expected(step_of(LAST), rank, 2) for rank in range(2)]
-    found = [toy.contents(weights.model) for weights in changed.ranks]
-    assert all(map(toy.same, found, expected))
+    assert all(holds(engine, step_of(LAST)) for engine in changed)
     check_healed(failing)
     assert [left(engine) for engine in lost] == ["quarantined", "1"]
     assert left(alone) == left(own) == "1"
     assert [left(engine) for engine in sound] == ["0", "0"]
+    assert [left(engine) for engine in both] == ["1", "1"]
 
 
 def check_healed(engines: list[FakeEngine]) -> None:
@@ -274,8 +291,7 @@ def test_all_chunks_together_are_those_of_one_rank(
     stands for a GPU's, and torch for its kernel."""
     monkeypatch.setattr(shared_sending, "RelayClient", Recorder)
     monkeypatch.setattr(bucket, "DeviceMemory", FakeDeviceMemory)
-    monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
-    monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
+    without_triton(monkeypatch)
     device = torch.device("cpu") if on_gpu else None
     monkeypatch.setattr(Recorder, "sent", {})
     scales = torch.rand(2, 2, 4)

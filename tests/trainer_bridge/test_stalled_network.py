@@ -11,21 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 
-from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.served import left
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, remote_engine, step
-from tests.trainer_bridge.test_transaction import states
-from tests.trainer_bridge.test_update import engine_of, holds
+from tests.trainer_bridge.test_transaction import serves, states
+from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import participant
 from trainer_bridge.transport.relay_client import RelayClient
-from trainer_bridge.updates.update import UpdateResult, update
+from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -136,86 +136,80 @@ def engines_on(network: Network, image_bytes: int = 0) -> tuple[FakeEngine, Behi
     return engines
 
 
-def heal(engines: tuple[FakeEngine, Behind], version: int) -> UpdateResult:
-    """The way back, once the network has recovered."""
-    engines[1].network.recover()
-    engines[1].silence_s = 30.0
-    result = update(toy.checkpoint(version), engines, version=version)
-    assert result.failed == {}
-    assert [left(engine) for engine in engines] == [f"{version}"] * 2
-    return result
-
-
-@pytest.mark.guarantee("several-engines", fault="the network to one of two engines stalls")
-@pytest.mark.parametrize("require", [None, 1])
-@pytest.mark.parametrize("blocks", [False, True])
-def test_it_stalls_in_a_chunk(
-    require: int | None, blocks: bool, network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The local one does not wait longer than a step may take, and is dealt with as ``require``
-    says; the remote one has heard nothing and is quarantined.
-
-    Args:
-        blocks: the trainer cannot send on either, since all buffers on the way are full.
-    """
-    engines, why = engines_on(network), f"took longer than {STEP_S:.0f} s"
+def in_a_chunk(patch: pytest.MonkeyPatch, network: Network) -> None:
     network.to_engine = IN_A_CHUNK
-    with monkeypatch.context() as patch:
-        if blocks:
-            patch.setattr(socket, "create_connection", narrow(socket.create_connection))
-            network.narrow()
-        if require is None:
-            with pytest.raises(EngineError, match=f"engine 1: .*{why}"):
-                update(toy.checkpoint(1), engines, version=1)
-        else:
-            result = update(toy.checkpoint(1), engines, version=1, require=require)
-            assert why in result.failed["engine 1"]
-    engines[1].control({"op": "end"})
-    local = "quarantined" if require is None else "1"
-    assert [left(engine) for engine in engines] == [local, "quarantined"]
-    heal(engines, 1)
 
 
-@pytest.mark.guarantee("several-engines", fault="the network stalls after the vote")
-@pytest.mark.parametrize(("way", "found"), [("to_engine", "quarantined"), ("to_trainer", "1")])
-def test_it_stalls_after_the_vote(
-    way: str, found: str, network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def in_a_chunk_with_full_buffers(patch: pytest.MonkeyPatch, network: Network) -> None:
+    """The trainer cannot send on either."""
+    network.to_engine = IN_A_CHUNK
+    patch.setattr(socket, "create_connection", narrow(socket.create_connection))
+    network.narrow()
+
+
+def in_a_change(patch: pytest.MonkeyPatch, network: Network) -> None:
+    """Nothing was written on the remote engine, but it cannot know whether the other commits: it is
+    quarantined, unlike one that is updated alone."""
+    network.to_engine = IN_THE_CHANGES
+
+
+def at_the_commit(ways: tuple[str, ...], patch: pytest.MonkeyPatch, network: Network) -> None:
     """The commit, or the answer to it, is under way for ever. What was decided stays so: the next
     try at this version sends nothing."""
-    engines = engines_on(network)
     send = RelayClient.send
 
     def stall(self: RelayClient, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if message["op"] == "commit":
-            network.to_trainer = 0
-            if way == "to_engine":
-                network.to_engine = 0
+            for way in ways:
+                setattr(network, way, 0)
         send(self, message, fds)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(RelayClient, "send", stall)
-        with pytest.raises(EngineError, match=r"committed on 1 of 2 .*engine 1"):
-            update(toy.checkpoint(1), engines, version=1)
-    engines[1].control({"op": "end"})
-    assert [left(engine) for engine in engines] == ["1", found]
-    assert heal(engines, 1).bytes == 0
+    patch.setattr(RelayClient, "send", stall)
 
 
+STEP, DECIDED = f"engine 1: .*took longer than {STEP_S:.0f} s", r"committed on 1 of 2 .*engine 1"
+BOTH, ONE = "quarantined quarantined", "1 quarantined"
+
+
+@pytest.mark.guarantee("several-engines", fault="the network to one of two engines stalls")
+@pytest.mark.guarantee("several-engines", fault="the network stalls after the vote")
 @pytest.mark.guarantee("several-engines", fault="the network stalls in a change")
-@pytest.mark.parametrize("require", [None, 1])
-def test_it_stalls_in_a_change(require: int | None, network: Network) -> None:
-    """Nothing was written on the remote engine, but it cannot know whether the other commits: it is
-    quarantined, unlike one that is updated alone."""
-    engines = engines_on(network, IMAGE_BYTES)
-    tensors = step(toy.checkpoint(0), 1, part=0.01)
-    network.to_engine = IN_THE_CHANGES
-    if require is None:
-        with pytest.raises(EngineError, match=r"engine 1: .*took longer"):
-            update(tensors, engines, version=1)
-        assert states(*engines) == [State.QUARANTINED] * 2
-    else:
-        assert list(update(tensors, engines, version=1, require=require).failed) == ["engine 1"]
-        assert states(*engines) == [State.SERVING, State.QUARANTINED]
-        assert holds(engines[0], tensors)
-    heal(engines, 2)
+@pytest.mark.parametrize(
+    ("where", "require", "why", "found"),
+    [
+        (in_a_chunk, None, STEP, BOTH),
+        (in_a_chunk, 1, STEP, ONE),
+        (in_a_chunk_with_full_buffers, None, STEP, BOTH),
+        (in_a_chunk_with_full_buffers, 1, STEP, ONE),
+        (in_a_change, None, STEP, BOTH),
+        (in_a_change, 1, STEP, ONE),
+        (partial(at_the_commit, ("to_trainer", "to_engine")), None, DECIDED, ONE),
+        (partial(at_the_commit, ("to_trainer",)), None, DECIDED, "1 1"),
+    ],
+)
+def test_it_stalls(where: Any, require: int | None, why: str, found: str, network: Network) -> None:
+    """The local engine does not wait longer than a step may take, and is dealt with as ``require``
+    says; the remote one has heard nothing and is quarantined."""
+    is_change = where is in_a_change
+    engines = engines_on(network, IMAGE_BYTES if is_change else 0)
+    tensors = step(toy.checkpoint(0), 1, part=0.01) if is_change else toy.checkpoint(1)
+    with pytest.MonkeyPatch.context() as patch:
+        where(patch, network)
+        if require is None:
+            with pytest.raises(EngineError, match=why):
+                update(tensors, engines, version=1)
+        else:
+            result = update(tensors, engines, version=1, require=require)
+            assert list(result.failed) == ["engine 1"]
+            assert f"took longer than {STEP_S:.0f} s" in result.failed["engine 1"]
+    engines[1].control({"op": "end"})
+    served = ["1" if serves(each, 1, tensors) else states(each)[0].value for each in engines]
+    assert " ".join(served) == found
+    # the way back, once the network has recovered
+    network.recover()
+    engines[1].silence_s = 30.0
+    again = update(
+        toy.checkpoint(2) if is_change else tensors, engines, version=2 if is_change else 1
+    )
+    assert again.failed == {} and (again.bytes > 0) == (why is STEP)
+    assert [left(engine) for engine in engines] == [f"{again.version}"] * 2

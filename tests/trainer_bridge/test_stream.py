@@ -1,6 +1,5 @@
 """Updates from an iterator that can be walked once, in an order that nobody knows before."""
 
-import random
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,28 +9,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sgl_fp8rl.protocol.image import Steps
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.test_transaction import Dead
+from tests.trainer_bridge.test_matrix import Pairs, shuffled
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.updates.update import update
-from trainer_bridge.ways.chunks import Chunks
+from trainer_bridge.ways.chunks import Chunks, Lookahead
 
 pytestmark = pytest.mark.timeout(120)
-
-Pairs = list[tuple[str, torch.Tensor]]
-
-
-def shuffled(tensors: toy.Tensors, seed: int) -> Pairs:
-    pairs = list(tensors.items())
-    random.Random(seed).shuffle(pairs)
-    return pairs
 
 
 def state_of(engine: FakeEngine) -> State:
@@ -70,63 +62,15 @@ class Walked:
         return name, tensor
 
 
-@pytest.mark.guarantee("all-or-none", fault="a stream in any order, on one and two ranks")
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_stream_leaves_the_oracles_bytes_in_any_order(tp: int, bucket_bytes: int) -> None:
-    for seed in range(4):
-        engine = engine_of(tp, bucket_bytes)
-        for version in range(3):
-            tensors = toy.checkpoint(version)
-            result = update(iter(shuffled(tensors, seed)), engine, version=version)
-            assert holds(engine, tensors)
-            assert state_of(engine) is State.SERVING
-            assert result.tensors == len(tensors)
-            in_fp32 = tensors["mlp.router.weight"].numel()  # as the engine keeps it
-            assert result.bytes == 2 * (sum(map(torch.numel, tensors.values())) + in_fp32)
-        # the manifest goes out for the first stream, and for the first in the order that it had
-        assert engine.ops == ["layout", "tensors", *["begin", "begin", "end"] * 2, "begin", "end"]
-
-
 def test_a_tensor_is_let_go_before_the_next_one() -> None:
     engine = engine_of(2, SMALL)
-    for version in range(2):
+    for version in range(3):
         stream = Walked(shuffled(toy.checkpoint(version), 0))
         update(stream, engine, version=version)
         assert stream.left == 0
         assert stream.most_held <= 1
-
-
-def reusing(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
-    """As the receiving buffers of a collective: one memory for all tensors of a dtype."""
-    largest = max(tensor.numel() for _, tensor in pairs)
-    memory = {t.dtype: torch.empty(largest, dtype=t.dtype) for _, t in pairs}
-    for name, tensor in pairs:
-        view = memory[tensor.dtype][: tensor.numel()].view(tensor.shape)
-        yield name, view.copy_(tensor)
-        memory[tensor.dtype].view(torch.uint8).fill_(0x7F)  # NaN
-
-
-@pytest.mark.guarantee("all-or-none", fault="an iterator that reuses its memory, in any order")
-@pytest.mark.parametrize("seeds", [(1, 1), (1, 2, 3)])
-def test_the_iterator_may_reuse_its_memory(seeds: tuple[int, ...]) -> None:
-    engine = engine_of(1, SMALL)
-    for version, seed in enumerate(seeds):
-        tensors = toy.checkpoint(version)
-        update(reusing(shuffled(tensors, seed)), engine, version=version)
-        assert holds(engine, tensors)
-
-
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
-def test_scales_may_come_last_in_memory_that_is_reused(bucket_bytes: int) -> None:
-    engine = engine_of(1, bucket_bytes)
-    for version in range(2):
-        tensors = toy.checkpoint(version)
-        streamed = toy.quantized(tensors)
-        pairs = sorted(streamed.items(), key=lambda pair: pair[0].endswith("_scale_inv"))
-        announce = [(name, t.dtype, t.shape) for name, t in pairs]
-        update(reusing(pairs), engine, version=version, announce=announce)
-        assert holds(engine, tensors)
+    # the manifest goes out for the first stream, and for the first in the order that it had
+    assert engine.ops == ["layout", "tensors", *["begin", "begin", "end"] * 2, "begin", "end"]
 
 
 def test_a_stream_is_planned_as_the_last_one_came() -> None:
@@ -138,14 +82,6 @@ def test_a_stream_is_planned_as_the_last_one_came() -> None:
     assert sender is not None
     plan = sender.stream_plan(KEPT.connection_to(engine).client, None, [], None)
     assert list(plan.views) == [name for name, _ in shuffled(toy.checkpoint(), 2)]
-
-
-def test_the_order_may_change_from_one_update_to_the_next() -> None:
-    engine = engine_of(1, SMALL)
-    for version in range(4):
-        tensors = toy.checkpoint(version)
-        update(iter(shuffled(tensors, version)), engine, version=version)
-        assert holds(engine, tensors)
 
 
 def test_the_plan_of_a_stream_is_kept_until_a_stream_comes_differently() -> None:
@@ -209,11 +145,11 @@ def test_a_stream_that_failed_for_its_order_is_planned_as_it_comes(
     """Not as the last one came: what is held for that made it fail, and would again. The second
     engine does not begin, so it keeps what the trainer knows of streams."""
     held, alive = Held(monkeypatch), engine_of(1, SMALL)
-    targets = [alive, Dead(engine_of(1, SMALL).ranks, SMALL)][:engines]
+    targets = [alive, engine_of(1, SMALL)][:engines]
     for version in range(2):
         update(iter(shuffled(toy.checkpoint(version), 1)), targets, version=version)
     for each in targets[1:]:
-        each.dead = ("begin",)  # type: ignore[attr-defined]
+        each.dead = ("begin",)
     tensors, held.limit = toy.checkpoint(2), SMALL
     with pytest.raises(MemoryError):
         update(iter(shuffled(tensors, 2)), targets, version=2, require=1)
@@ -221,16 +157,6 @@ def test_a_stream_that_failed_for_its_order_is_planned_as_it_comes(
     update(iter(shuffled(tensors, 2)), targets, version=2, require=1)
     assert held.most == 0
     assert holds(alive, tensors)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_masters_are_rounded_to_what_the_engine_keeps(dtype: torch.dtype) -> None:
-    engine, tensors = engine_of(1), toy.checkpoint(dtype=dtype)
-    table = engine.ranks[0].table
-    kept = table.kept_in(torch.float32) if table else []
-    sent = {n: t.float() if n in kept else t.to(toy.BF16) for n, t in tensors.items()}
-    update(iter(tensors.items()), engine, version=0)
-    assert holds(engine, sent)
 
 
 def test_a_packer_gets_the_dtype_that_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,57 +260,13 @@ def test_an_engine_of_dummy_weights_needs_an_announcement(tp: int, tmp_path: Pat
     names = sorted(tensors)
     for part, some in enumerate((names[:3], names[3:])):
         save_file({name: tensors[name] for name in some}, tmp_path / f"{part}.safetensors")
-    for version in range(4):
-        tensors = toy.checkpoint(version)
-        pairs = shuffled(tensors, 2)
-        update(iter(pairs), engine, version=version, announce=str(tmp_path))
-        assert holds(engine, tensors)
-
-
-def test_an_announcement_of_tensors(tmp_path: Path) -> None:
-    engine, tensors = dummy_engine(), toy.checkpoint()
-    announce = [(name, t.dtype, t.shape) for name, t in tensors.items()]
-    update(iter(shuffled(tensors, 5)), engine, version=0, announce=announce)
-    assert holds(engine, tensors)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_codes_and_scales_are_streamed_where_they_are_announced(seed: int) -> None:
-    """Scales anywhere behind or before their codes."""
-    engine = engine_of(2, SMALL)
-    for version in range(3):
-        tensors = toy.checkpoint(version)
-        streamed = toy.quantized(tensors)
-        announce = [(name, t.dtype, t.shape) for name, t in streamed.items()]
-        update(iter(shuffled(streamed, seed)), engine, version=version, announce=announce)
-        assert holds(engine, tensors)
-
-
-def test_a_tied_head_may_come_or_not() -> None:
-    """Frameworks stream it beside the embedding; the checkpoint, and the engine, lack it."""
-    engine = engine_of(1, SMALL)
-    engine.tied = list(toy.SHAPES["embed.weight"])
-    for version in range(4):
-        tensors = toy.checkpoint(version)
-        pairs = shuffled(tensors, 0)
-        head = [("lm_head.weight", tensors["embed.weight"])] if version % 2 else []
-        update(iter([*pairs[:4], *head, *pairs[4:]]), engine, version=version)
-        assert holds(engine, tensors)
-
-
-def test_a_tensor_that_the_engine_does_not_keep_may_be_left_out() -> None:
-    """Such as a head of multi-token prediction in the checkpoint, which trainers do not have."""
-    model = toy.toy()
-    load = model.loader
-    model.loader = lambda m, weights: load(m, ((n, t) for n, t in weights if n != "mtp.weight"))
-    weights = toy.engine(model, {**toy.SHAPES, "mtp.weight": (8, 8)})
-    assert weights.table is not None
-    weights.table.skipped = frozenset({"mtp.weight"})
-    engine = FakeEngine([weights], SMALL)
-    for version in range(2):
-        tensors = toy.checkpoint(version)
-        update(iter(shuffled(tensors, 0)), engine, version=version)
-        assert holds(engine, tensors)
+    listed = [(name, t.dtype, t.shape) for name, t in tensors.items()]
+    for announce in (str(tmp_path), listed):
+        engine = dummy_engine(tp)
+        for version in range(3):
+            tensors = toy.checkpoint(version)
+            update(iter(shuffled(tensors, 2)), engine, version=version, announce=announce)
+            assert holds(engine, tensors)
 
 
 @pytest.mark.parametrize("reply", [{}, {"shapes": 3}, {"shapes": {"w": [0]}}])
@@ -397,3 +279,23 @@ def test_an_answer_that_names_no_shapes_is_refused(
     with pytest.raises((EngineError, ManifestError)):
         update(iter(toy.checkpoint().items()), engine, version=0)
     assert state_of(engine) is State.SERVING
+
+
+def test_results_come_in_order_and_as_soon_as_they_are_there() -> None:
+    done: list[str] = []
+
+    def work(name: str, waits: int) -> Steps[str]:
+        for step in range(waits):
+            done.append(f"{name}{step}")
+            yield
+        return name
+
+    ahead = Lookahead[str]()
+    assert list(ahead.push(work("a", 2))) == []
+    assert list(ahead.push(work("b", 0))) == [], "a comes first"
+    assert list(ahead.push(work("c", 2))) == ["a", "b"]
+    assert done == ["a0", "a1", "c0"]
+    assert list(ahead.push(work("d", 1))) == []
+    assert done[3:] == ["d0", "c1"], "what can be queued is, before anything is waited for"
+    assert list(ahead.drain()) == ["c", "d"]
+    assert list(ahead.drain()) == []

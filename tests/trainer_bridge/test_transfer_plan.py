@@ -127,6 +127,8 @@ def values(shape: tuple[int, ...]) -> torch.Tensor:
 def test_parts_hold_the_bytes_that_the_manifest_promises(
     trainer: tuple[Named, list[str]], units: int
 ) -> None:
+    """Turns come in the order of the parts, else a chunk would be sent before it is full; no two
+    copies could be one."""
     named, mapped = trainer
     try:
         plan = plan_of(named, 256 * units, mapped)
@@ -135,16 +137,6 @@ def test_parts_hold_the_bytes_that_the_manifest_promises(
             raise
         reject()
     check(plan, named)
-
-
-@given(trainers(), st.integers(1, 200))
-def test_turns_come_in_the_order_of_the_parts(trainer: tuple[Named, list[str]], units: int) -> None:
-    """Else a chunk would be sent before it is full. And no two copies could be one."""
-    named, mapped = trainer
-    try:
-        plan = plan_of(named, 256 * units, mapped)
-    except ManifestError:
-        reject()
     assert plan.turns == sorted(plan.turns, key=lambda turn: turn[0])
     assert set(plan.turns) == {(s.chunk, i) for i, spans in enumerate(plan.spans) for s in spans}
     assert len(plan.turns) == len(set(plan.turns))
@@ -172,40 +164,39 @@ def test_the_comparison_tells_a_run_that_is_off_by_one() -> None:
 # -- how many copies it takes
 
 
-def test_experts_that_follow_each_other_are_one_copy() -> None:
-    """Four experts' gate and up matrices, eight HF tensors: one span where one chunk holds them."""
-    named = [(FUSED, values((4, 32, 16)).to(BF16))]
-    plan = plan_of(named, 4096)
-    assert len(plan.manifest.tensors) == 8
-    assert runs_of(plan) == [[(0, 0, 4 * 32 * 16, 0)]]
+@pytest.mark.parametrize(
+    ("shapes", "chunk_bytes", "runs"),
+    [
+        # four experts' gate and up matrices, eight HF tensors: one span where one chunk holds them
+        pytest.param({FUSED: (4, 32, 16)}, 4096, [[(0, 0, 2048, 0)]], id="experts"),
+        pytest.param(
+            {FUSED: (4, 32, 16)},
+            1536,  # three of the eight matrices
+            [[(0, 0, 768, 0), (1, 768, 768, 1536), (2, 1536, 512, 0)]],
+            id="experts over chunks",
+        ),
+        pytest.param(
+            {"w": (640, 8)},
+            4096 + 256,  # 256 of its rows, and no whole block more
+            [[(0, 0, 2048, 0), (1, 2048, 2048, 4352), (2, 4096, 1024, 0)]],
+            id="a matrix over chunks",
+        ),
+        # each HF tensor starts at a multiple of 64 bytes, so these cannot follow each other
+        pytest.param(
+            {FUSED: (2, 6, 5)}, 4096, [[(0, 15 * i, 15, 64 * i) for i in range(4)]], id="gaps"
+        ),
+        pytest.param(
+            {"a": (4, 16), "b": (4, 16)}, 4096, [[(0, 0, 64, 0)], [(0, 0, 64, 128)]], id="two"
+        ),
+    ],
+)
+def test_what_follows_each_other_in_a_chunk_is_one_copy(
+    shapes: dict[str, tuple[int, ...]], chunk_bytes: int, runs: list[list[tuple[int, ...]]]
+) -> None:
+    named = [(name, values(shape).to(BF16)) for name, shape in shapes.items()]
+    plan = plan_of(named, chunk_bytes)
+    assert runs_of(plan) == runs
     check(plan, named)
-
-
-def test_experts_that_are_split_over_parts_are_one_copy_a_part() -> None:
-    named = [(FUSED, values((4, 32, 16)).to(BF16))]
-    plan = plan_of(named, 1536)  # three of the eight matrices
-    assert runs_of(plan) == [[(0, 0, 768, 0), (1, 768, 768, 1536), (2, 1536, 512, 0)]]
-    check(plan, named)
-
-
-def test_a_matrix_that_is_split_is_one_copy_a_part() -> None:
-    named = [("w", values((640, 8)).to(BF16))]
-    plan = plan_of(named, 4096 + 256)  # 256 of its rows, and no whole block more
-    assert runs_of(plan) == [[(0, 0, 2048, 0), (1, 2048, 2048, 4352), (2, 4096, 1024, 0)]]
-    check(plan, named)
-
-
-def test_pieces_with_a_gap_between_them_are_copied_apart() -> None:
-    """Each HF tensor starts at a multiple of 64 bytes, so these cannot follow each other."""
-    named = [(FUSED, values((2, 6, 5)).to(BF16))]
-    plan = plan_of(named, 4096)
-    assert runs_of(plan) == [[(0, 15 * i, 15, 64 * i) for i in range(4)]]
-    check(plan, named)
-
-
-def test_neighbours_of_two_parameters_are_copied_apart() -> None:
-    named = [("a", values((4, 16)).to(BF16)), ("b", values((4, 16)).to(BF16))]
-    assert runs_of(plan_of(named, 4096)) == [[(0, 0, 64, 0)], [(0, 0, 64, 128)]]
 
 
 def test_tensors_in_another_order_than_in_their_parameter_are_copied_apart() -> None:
@@ -267,32 +258,31 @@ def test_host_memory_is_not_mapped() -> None:
 # -- refused
 
 
-def test_a_name_that_comes_twice() -> None:
-    tensor = values((2, 2)).to(BF16)
-    with pytest.raises(ManifestError, match="w comes twice"):
-        plan_of([("w", tensor), ("w", tensor)], 4096)
-    clash = "l.mlp.experts.0.gate_proj.weight"  # what the fused parameter holds already
-    with pytest.raises(ManifestError, match=f"{clash} comes twice"):
-        plan_of([(FUSED, values((1, 2, 2)).to(BF16)), (clash, tensor)], 4096)
+CLASH = "l.mlp.experts.0.gate_proj.weight"
+"""What the fused parameter holds already."""
 
 
-def test_a_dtype_that_no_update_carries() -> None:
-    with pytest.raises(ManifestError, match=r"w has dtype torch\.int64"):
-        plan_of([("w", torch.ones(2, 2, dtype=torch.int64))], 4096)
-
-
-def test_a_bucket_that_is_too_small() -> None:
-    named = [("w", values((256, 64)).to(BF16))]
-    with pytest.raises(ManifestError, match=r"128 rows of w need 16384 .* --fp8rl-bucket-bytes"):
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ([("w", torch.ones(2, 2)), ("w", torch.ones(2, 2))], "w comes twice"),
+        ([(FUSED, torch.ones(1, 2, 2)), (CLASH, torch.ones(2, 2))], f"{CLASH} comes twice"),
+        ([("w", torch.ones(2, 2).long())], r"w has dtype torch\.int64"),
+        (
+            [("w", torch.ones(256, 64, dtype=BF16))],
+            r"128 rows of w need 16384 .* --fp8rl-bucket-bytes",
+        ),
+    ],
+)
+def test_what_makes_no_plan(named: Named, why: str) -> None:
+    with pytest.raises(ManifestError, match=why):
         plan_of(named, 16384 - 256)
+
+
+def test_a_bucket_that_is_just_large_enough() -> None:
+    named = [("w", values((256, 64)).to(BF16))]
     assert len(plan_of(named, 16384).chunks) == 2
     assert runs_of(plan_of(named, 256, ["w"])) == [[]]  # it needs none
-
-
-def test_names_are_those_of_the_family() -> None:
-    plan = plan_of([(FUSED, values((1, 4, 2)).to(BF16))], 256, family="mixtral")
-    base = "l.block_sparse_moe.experts.0."
-    assert list(plan.manifest.tensors) == [f"{base}w1.weight", f"{base}w3.weight"]
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -300,12 +290,11 @@ def test_names_are_those_of_the_family() -> None:
 def test_a_stream_is_planned_as_if_its_order_had_been_known(seed: int, quantized: bool) -> None:
     """Chunks, spans and turns are those of the plan of the same tensors in the same order."""
     chosen = random.Random(seed)
-    named: Named = [
-        (f"{i}", torch.empty(chosen.randint(1, 700), 128 * chosen.randint(1, 3), dtype=BF16))
-        if chosen.random() < 0.7
-        else (f"{i}", torch.empty(chosen.randint(1, 300)))
-        for i in range(20)
-    ]
+    named: Named = []
+    for i in range(20):
+        is_matrix = chosen.random() < 0.7
+        shape = (chosen.randint(1, 700), 128 * chosen.randint(1, 3)) if is_matrix else (i + 1,)
+        named.append((f"{i}", torch.empty(shape, dtype=BF16 if is_matrix else torch.float32)))
     formats = {name: BLOCK_FP8 for name, t in named if quantized and t.dim() > 1}
 
     def planned(order: Named, streamed: bool) -> TransferPlan:
@@ -320,9 +309,9 @@ def test_a_stream_is_planned_as_if_its_order_had_been_known(seed: int, quantized
     assert len(whole.chunks) > 3
     assert told == [name for name, _ in order]
     assert stream.chunks == whole.chunks
-    index = {place: [n for n, _ in named].index(name) for place, (name, _) in enumerate(order)}
+    index = [[n for n, _ in named].index(name) for name, _ in order]
     assert stream.turns == [(chunk, index[place]) for chunk, place in whole.turns]
-    assert [stream.spans[index[place]] for place in range(len(order))] == whole.spans
+    assert [stream.spans[each] for each in index] == whole.spans
     assert stream.last_turns == {index[place]: turn for place, turn in whole.last_turns.items()}
     assert stream.sent[1] == whole.sent[1]
     with pytest.raises(ManifestError, match="comes twice"):

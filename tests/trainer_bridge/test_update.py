@@ -3,29 +3,27 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
+from tests.trainer_bridge.fake_rank import DONE, TOKEN, Rank, hang_up, refuse
+from tests.trainer_bridge.test_http_requests import started
+from tests.trainer_bridge.test_sender import layout
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import Leader
 from trainer_bridge.session.transaction import Begun
-from trainer_bridge.sources.parameters import sources
-from trainer_bridge.transfer.transfer_plan import TransferPlan
+from trainer_bridge.sources.parameters import Source
 from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.updates import weights as weights_module
 from trainer_bridge.updates.update import RUN, update
@@ -50,189 +48,45 @@ def holds(engine: FakeEngine, tensors: toy.Tensors) -> bool:
     )
 
 
-@pytest.mark.guarantee("all-or-none", fault="one and two ranks, two sizes of the bucket")
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_update_leaves_the_oracles_bytes_on_every_rank(tp: int, bucket_bytes: int) -> None:
-    engine = engine_of(tp, bucket_bytes)
+def test_what_an_update_tells_and_asks() -> None:
+    engine = engine_of(2)
     for version in (0, 1, 5):
-        tensors = toy.checkpoint(version)
-        result = update(tensors, engine, version=version)
-        assert holds(engine, tensors)
-        assert [(w.state, w.policy.version) for w in engine.ranks] == [
-            (State.SERVING, version)
-        ] * tp
-        assert (result.version, result.tensors) == (version, len(toy.SHAPES))
-        assert result.bytes == sum(t.numel() * 2 for t in tensors.values())
+        result = update(toy.checkpoint(version), engine, version=version)
         assert set(result.seconds) == {"begin", "read", "write", "commit", "total"}
         stages = sum(s for name, s in result.seconds.items() if name != "total")
         assert stages <= result.seconds["total"]
     assert engine.ops == ["layout", "begin", "begin", "end", *["begin", "end"] * 2]
 
 
-@pytest.fixture
-def one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets have one slot, as where trainer and engine share a GPU."""
-    monkeypatch.setattr(carriers.HostBucket, "slots", 1)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_bucket_of_one_slot_leaves_the_same_bytes(one_slot: None, tp: int, stream: bool) -> None:
-    engine = engine_of(tp, SMALL)
-    for version in range(3):
-        tensors = toy.checkpoint(version)
-        update(iter(tensors.items()) if stream else tensors, engine, version=version)
-        assert holds(engine, tensors)
-    writer = list(engine.ranks[0]._writers.values())[-1]
-    assert len(writer.chunks) > 2
-    assert all(chunk[0].offset == 0 for chunk in writer.chunks)
-
-
-def test_codes_and_scales_are_sent_as_they_are() -> None:
-    engine, tensors = engine_of(2, SMALL), toy.checkpoint()
-    streamed = toy.quantized(tensors)
-    result = update(streamed, engine, version=0)
-    assert holds(engine, tensors)
-    assert result.bytes == sum(t.numel() * t.element_size() for t in streamed.values())
-
-
-@pytest.mark.parametrize("order", ["scales last", "scales first"])
-def test_scales_may_come_anywhere_in_the_stream(order: str) -> None:
-    """They travel with their codes, so one waits for the other."""
-    engine, tensors = engine_of(2, SMALL), toy.checkpoint()
-    streamed = toy.quantized(tensors)
-    sign = 1 if order == "scales last" else -1
-    names = sorted(streamed, key=lambda name: sign * name.endswith("_scale_inv"))
-    update([(name, streamed[name]) for name in names], engine, version=0)
-    assert holds(engine, tensors)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_matrices_are_sent_in_the_engines_dtype(dtype: torch.dtype) -> None:
-    """An FP32 master copy leaves the bytes of its BF16 checkpoint, but for what stays FP32."""
-    engine, tensors = engine_of(1), toy.checkpoint(dtype=dtype)
-    table = engine.ranks[0].table
-    kept = table.kept_in(torch.float32) if table else []
-    sent = {n: t if t.dim() == 1 or n in kept else t.to(toy.BF16) for n, t in tensors.items()}
-    result = update(tensors, engine, version=0)
-    assert holds(engine, sent)
-    assert result.bytes == sum(t.numel() * t.itemsize for t in sent.values())
-
-
-def test_a_module_or_an_iterator_will_do() -> None:
-    engine, tensors = engine_of(1), toy.checkpoint()
-    trainer = toy.Model(tensors, lambda model, weights: None)
-    trainer.get_parameter("norm.weight").requires_grad_(True)
-    update(trainer, engine, version=0)
-    assert holds(engine, tensors)
-    other = toy.checkpoint(1)
-    update(iter(other.items()), engine, version=1)
-    assert holds(engine, other)
-
-
-def test_tensors_that_are_views_of_others() -> None:
-    engine, tensors = engine_of(1, SMALL), toy.checkpoint()
-    strided = {n: t.t().contiguous().t() if t.dim() > 1 else t for n, t in tensors.items()}
-    update(strided, engine, version=0)
-    assert holds(engine, tensors)
-
-
-class Address:
-    """What stays where it is when an engine starts anew."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.engine = engine
-
-    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
-        return self.engine.control(message)
-
-
 @pytest.mark.parametrize("bucket_bytes", [SMALL, 1 << 20])
 def test_a_new_engine_at_the_same_address(bucket_bytes: int) -> None:
     """It knows neither the manifest nor the bucket that the trainer has shared."""
-    address = Address(engine_of(2, SMALL))
-    update(toy.checkpoint(), address, version=3)
-    address.engine = engine_of(2, bucket_bytes)
+    engine = engine_of(2, SMALL)
+    update(toy.checkpoint(), engine, version=3)
+    engine.ranks, engine.bucket_bytes = engine_of(2).ranks, bucket_bytes
+    engine.ops.clear()
     tensors = toy.checkpoint(1)
-    update(tensors, address, version=0)
-    assert holds(address.engine, tensors)
-    assert address.engine.ops == ["begin", "begin", "end"]
-    known = {tuple(weights.memory.known()) for weights in address.engine.ranks}
-    assert len(known) == 1
+    update(tensors, engine, version=0)
+    assert holds(engine, tensors)
+    assert engine.ops == ["begin", "begin", "end"]
+    assert len({tuple(weights.memory.known()) for weights in engine.ranks}) == 1
 
 
 def test_a_refused_update_asks_for_the_layout_again() -> None:
     """A new engine at the address refuses the first time perhaps, and has a bucket of its own."""
-    address = Address(engine_of(1))
-    update(toy.checkpoint(), address, version=3)
-    engine = address.engine = engine_of(1, SMALL)
+    engine = engine_of(1)
+    update(toy.checkpoint(), engine, version=3)
+    engine.ranks, engine.bucket_bytes = engine_of(1).ranks, SMALL
     engine.ranks[0].policy = Policy(RUN, 7)
+    engine.ops.clear()
     with pytest.raises(EngineError, match=r"version 4 .*version 7"):
-        update(toy.checkpoint(), address, version=4)
+        update(toy.checkpoint(), engine, version=4)
     tensors = toy.checkpoint(1)
-    update(tensors, address, version=8)
+    update(tensors, engine, version=8)
     assert holds(engine, tensors)
     assert engine.ops == ["begin", "layout", "begin", "begin", "end"]
     bucket = engine.ranks[0].memory.bucket
-    assert bucket is not None
-    assert bucket.content.numel() == SMALL
-
-
-class Cut(FakeEngine):
-    """An engine whose next answer to ``end`` gets lost."""
-
-    lost = True
-
-    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
-        reply = super().control(message)
-        if message["op"] == "end" and self.lost:
-            self.lost = False
-            raise EngineError("the connection was cut", None)
-        return reply
-
-
-@pytest.mark.guarantee(
-    "runs", fault="the connection is cut after the commit, and the trainer tries again"
-)
-def test_a_commit_whose_answer_was_lost_is_not_repeated() -> None:
-    engine = Cut(engine_of(2).ranks)
-    tensors = toy.checkpoint()
-    with pytest.raises(EngineError, match="cut"):
-        update(tensors, engine, version=0)
-    assert holds(engine, tensors)
-    again = update(tensors, engine, version=0)
-    assert (again.run, again.version, again.bytes) == (RUN, 0, 0)
-    assert engine.ops == ["layout", "begin", "begin", "end", "begin"]
-    # the control: a version whose commit was answered is old
-    with pytest.raises(EngineError, match="version 0 is not newer"):
-        update(tensors, engine, version=0)
-    other = toy.checkpoint(1)
-    update(other, engine, version=1)
-    assert holds(engine, other)
-
-
-def test_a_lost_commit_that_failed_is_repeated() -> None:
-    """The engine was restarted meanwhile, or another trainer came."""
-    engine = Cut(engine_of(1).ranks)
-    tensors = toy.checkpoint()
-    with pytest.raises(EngineError, match="cut"):
-        update(tensors, engine, version=0)
-    engine.ranks = engine_of(1).ranks
-    assert update(tensors, engine, version=0).bytes > 0
-    assert holds(engine, tensors)
-
-
-@pytest.mark.guarantee("runs", fault="the answer to a commit is lost, and the weights change")
-def test_a_second_try_brings_the_same_weights() -> None:
-    engine, tensors = Cut(engine_of(1).ranks), toy.checkpoint()
-    with pytest.raises(EngineError, match="cut"):
-        update(tensors, engine, version=0)
-    with pytest.raises(ManifestError, match="have changed since an earlier try"):
-        update(toy.checkpoint(1), engine, version=0)
-    assert holds(engine, tensors)
-    update(toy.checkpoint(1), engine, version=1)
-    assert holds(engine, toy.checkpoint(1))
+    assert bucket is not None and bucket.content.numel() == SMALL
 
 
 def test_a_run_begins_at_any_version_and_the_one_before_is_refused() -> None:
@@ -246,22 +100,6 @@ def test_a_run_begins_at_any_version_and_the_one_before_is_refused() -> None:
         update(toy.checkpoint(), engine, version=151)
     update(toy.checkpoint(2), engine, version=101, run="resumed")
     assert engine.ranks[0].policy == Policy("resumed", 101)
-
-
-@pytest.mark.parametrize("run", ["", "a" * 65, "two\nlines", 7])
-def test_a_run_that_is_not_a_name(run: Any) -> None:
-    engine = engine_of(1)
-    with pytest.raises(ManifestError, match=r"run is .*name"):
-        update(toy.checkpoint(), engine, version=0, run=run)
-    assert engine.ops == []
-
-
-def test_tensors_are_counted_without_the_scales_that_were_made_on_the_way() -> None:
-    """A GPU turns a weight into codes and scales; it is one HF tensor as it was."""
-    named = [("v", torch.ones(5)), ("w", torch.ones(128, 256, dtype=toy.BF16))]
-    plan = TransferPlan(sources(named, None, toy.BF16), [False, False], SMALL, {"w": BLOCK_FP8})
-    assert set(plan.manifest.tensors) == {"v", "w", "w_scale_inv"}
-    assert plan.sent == (2, 5 * 4 + 128 * 256 + 2 * 4)
 
 
 def test_an_engine_with_dummy_weights_learns_what_it_keeps_in_fp32() -> None:
@@ -293,18 +131,7 @@ class Sockets:
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         self.ops.append(message["op"])
         if message["op"] == "layout":
-            layout = {
-                "dtype": "bfloat16",
-                "state": "serving",
-                "fp32": [],
-                "skipped": [],
-                "tied": None,
-                "formats": {},
-                "gpus": [],
-                "visible_gpus": [],
-                "place": here(),
-            }
-            return {**layout, "bucket_bytes": 512}
+            return layout(state="serving", bucket_bytes=512)
         if message["op"] == "begin":
             return {"sockets": [rank.path for rank in self.ranks], "token": TOKEN}
         assert message["op"] == "end"
@@ -341,21 +168,26 @@ def test_parts_come_in_order_from_halves_that_take_turns(sockets: Sockets) -> No
     assert sockets.ops == ["layout", "begin", "end"]
 
 
+def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but for the sixth time."""
+    left = iter(range(5))
+
+    def failing_late(*args: Any) -> Any:
+        if next(left, None) is None:
+            raise MemoryError("no room")
+        return call(*args)
+
+    return failing_late
+
+
 @contextmanager
 def update_while_a_rank_reads(sockets: Sockets, count: int) -> Iterator[threading.Thread]:
     """An update of ``count`` vectors, whose second rank reads its first chunk until the end."""
     slow = threading.Event()
-
-    def answer(message: dict[str, Any]) -> dict[str, Any]:
-        if message.get("op") == "chunk":
-            slow.wait(20)
-        return DONE
-
-    sockets.ranks[1].answer = answer
-    trainer = threading.Thread(
-        target=update, args=(vectors(count), sockets), kwargs={"version": 0}, daemon=True
+    sockets.ranks[1].answer = lambda message: (
+        DONE if message.get("op") != "chunk" or slow.wait(20) else None
     )
-    trainer.start()
+    trainer = started(partial(update, vectors(count), sockets, version=0))
     deadline = time.monotonic() + 20
     while not sockets.ranks[0].chunks and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -376,8 +208,11 @@ def test_a_half_is_not_filled_before_all_ranks_have_read_it(sockets: Sockets) ->
         assert first_of_each_part(rank) == [0.0, 1.0, 2.0]
 
 
-def test_the_next_chunk_waits_for_the_only_slot(one_slot: None, sockets: Sockets) -> None:
+def test_the_next_chunk_waits_for_the_only_slot(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It holds two of the vectors."""
+    monkeypatch.setattr(carriers.HostBucket, "slots", 1)
     with update_while_a_rank_reads(sockets, 6):
         assert len(sockets.ranks[0].chunks) == 1  # the other rank still reads it
     for rank in sockets.ranks:
@@ -393,13 +228,13 @@ def test_the_slowest_gpu_is_told(sockets: Sockets) -> None:
 
 @pytest.mark.parametrize("op", ["bucket", "chunk", "finish", "commit"])
 @pytest.mark.parametrize(
-    ("fault", "sentence"), [(refuse, "^rank 1 ran out of luck$"), (hang_up, "ended")]
+    ("fault", "sentence"),
+    [(partial(refuse, sentence="out of luck"), "^out of luck$"), (hang_up, "ended")],
 )
 def test_a_rank_that_fails_ends_the_session_of_all(
-    sockets: Sockets, op: str, fault: Any, sentence: str
+    sockets: Sockets, op: str, fault: Any, sentence: str, buckets: list[Bucket]
 ) -> None:
-    failing: Answer = fault(op, "rank 1 ran out of luck") if fault is refuse else fault(op)
-    sockets.ranks[1].answer = failing
+    sockets.ranks[1].answer = fault(op)
     with pytest.raises(EngineError, match=sentence) as held:
         update(vectors(5), sockets, version=0)
     assert sockets.ops == ["layout", "begin", "end"]
@@ -407,34 +242,18 @@ def test_a_rank_that_fails_ends_the_session_of_all(
         rank.join()  # let go, also while the error is still held
     # "abort" is passed over by a rank whose reply finds the trainer gone
     assert sockets.ranks[0].ops()[-1] in ("abort", op)
+    assert [bucket.close.alive for bucket in buckets] == [False]
     assert held.value is not None
-
-
-def test_a_failed_update_lets_go_of_the_bucket(
-    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sockets.ranks[1].answer = refuse("finish", "no")
-    made: list[Bucket] = []
-
-    class Kept(Bucket):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr("trainer_bridge.ways.carriers.Bucket", Kept)
-    with pytest.raises(EngineError, match=r"^no$"):
-        update(vectors(2), sockets, version=0)
-    assert [bucket.close.alive for bucket in made] == [False]
 
 
 # -- refused: nothing is written
 
 
-def refused(engine: FakeEngine, tensors: Any, version: Any, fault: str) -> None:
+def refused(engine: FakeEngine, tensors: toy.Tensors, fault: str, **options: Any) -> None:
     before = [toy.contents(w.model) for w in engine.ranks]
     states = [(w.state, w.policy.version) for w in engine.ranks]
     with pytest.raises((EngineError, ManifestError), match=fault):
-        update(tensors, engine, version=version)
+        update(tensors, engine, **options)
     assert all(
         toy.same(a, toy.contents(w.model)) for a, w in zip(before, engine.ranks, strict=True)
     )
@@ -442,38 +261,28 @@ def refused(engine: FakeEngine, tensors: Any, version: Any, fault: str) -> None:
     assert "end" not in engine.ops
 
 
-@pytest.mark.parametrize("version", [-1, True, 1.5, "1", None, torch.tensor([3])])
-def test_a_version_that_is_no_whole_number(version: Any) -> None:
-    refused(engine_of(1), toy.checkpoint(), version, "whole number")
-
-
-def test_a_version_that_does_not_grow() -> None:
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        *(({"version": x}, "whole number") for x in (-1, True, 1.5, "1", None, torch.tensor([3]))),
+        *(({"run": run}, r"run is .*name") for run in ("", "a" * 65, "two\nlines", 7)),
+        ({"version": 4}, "version 4 .*version 4"),
+    ],
+)
+def test_a_policy_that_is_none_or_not_newer(options: Any, fault: str) -> None:
     engine = engine_of(2)
     update(toy.checkpoint(), engine, version=4)
     engine.ops.clear()
-    refused(engine, toy.checkpoint(), 4, "version 4 .*version 4")
+    refused(engine, toy.checkpoint(1), fault, **{"version": 5, **options})
+    assert engine.ops == (["begin"] if options == {"version": 4} else [])
 
 
-def test_names_and_shapes_that_are_not_the_models() -> None:
-    tensors = toy.checkpoint()
-    without = {n: t for n, t in tensors.items() if n != "norm.weight"}
-    refused(engine_of(2), without, 0, r"missing: norm\.weight")
-    refused(engine_of(1), {**tensors, "x": torch.zeros(2)}, 0, "unknown: x")
-    refused(engine_of(1), {**tensors, "norm.weight": torch.zeros(2)}, 0, r"norm\.weight.*\(2,\)")
-    refused(engine_of(1), [*tensors.items(), *tensors.items()], 0, "twice")
-    refused(
-        engine_of(1),
-        {**tensors, "norm.weight": torch.zeros(128, dtype=torch.int64)},
-        0,
-        "norm.weight.*int64",
-    )
-    codes = {"norm.weight": tensors["norm.weight"].to(toy.FP8)}
-    refused(engine_of(1), {**tensors, **codes}, 0, r"norm\.weight.*matrices")
-
-
-def test_what_is_no_engine() -> None:
-    with pytest.raises(EngineError, match=r"NoneType.*quantization='fp8rl'"):
-        update(toy.checkpoint(), None, version=0)
+def test_a_bucket_that_is_too_small_for_128_rows() -> None:
+    """It is known from the manifest, so no session begins."""
+    engine = engine_of(2, 4096)
+    refused(engine, toy.checkpoint(), "--fp8rl-bucket-bytes", version=0)
+    engine.bucket_bytes = SMALL
+    heals(engine)
 
 
 # -- failed: no rank serves what was half written, and the next update heals
@@ -506,30 +315,6 @@ def test_nan_quarantines_every_rank(name: str, bad: float, bucket_bytes: int) ->
     heals(engine)
 
 
-class FailingRank(EngineWeights):
-    """A rank whose addresses change; it learns at ``finish``."""
-
-    def check_addresses(self) -> None:
-        raise RuntimeError("rank 1 ran out of luck")
-
-
-def test_a_rank_that_fails_at_finish_ends_all_ranks() -> None:
-    engine = engine_of(2)
-    engine.ranks[1].__class__ = FailingRank
-    fails(engine, toy.checkpoint(), "rank 1 ran out of luck")
-    assert {w.state for w in engine.ranks} == {State.QUARANTINED}
-    engine.ranks[1].__class__ = EngineWeights
-    heals(engine)
-
-
-def test_a_bucket_that_is_too_small_for_128_rows() -> None:
-    """It is known from the manifest, so no session begins."""
-    engine = engine_of(2, 4096)
-    refused(engine, toy.checkpoint(), 0, "--fp8rl-bucket-bytes")
-    engine.bucket_bytes = SMALL
-    heals(engine)
-
-
 def test_a_rank_that_no_trainer_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(2)
     begin = engine._begin
@@ -552,47 +337,22 @@ def test_a_rank_that_no_trainer_can_reach(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.guarantee("quarantine", fault="an exception in the trainer during an update")
-def test_a_trainer_that_breaks_off_quarantines_the_engine() -> None:
-    engine, tensors = engine_of(2, SMALL), toy.checkpoint()
-
-    class Broken(nn.Module):
-        """Its last parameter cannot be read any more when it is its turn."""
-
-        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-            yield from list(tensors.items())[:-1]
-            yield "norm.weight", Unreadable(tensors["norm.weight"])
-
-    class Unreadable(torch.Tensor):
-        @staticmethod
-        def __new__(cls: type, data: torch.Tensor) -> "Unreadable":
-            return torch.Tensor._make_subclass(cls, data)
-
-        def detach(self) -> torch.Tensor:
-            if not engine.ended and engine.ops[-1:] != ["begin"]:
-                return super().detach()
-            raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        update(Broken(), engine, version=0)
+def test_a_trainer_that_breaks_off_quarantines_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(2, SMALL)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Source, "read", failing(Source.read))
+        update(toy.checkpoint(), engine, version=0)
     assert engine.ops[-1] == "end"
     assert {w.state for w in engine.ranks} == {State.QUARANTINED}
     assert "trainer" in engine.ranks[0].reason
     heals(engine)
 
 
-def test_an_engine_that_dies_is_the_error_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_is_the_error_that_is_raised() -> None:
     """Not the failure to end a session of an engine that is gone."""
     engine, tensors = engine_of(1), toy.checkpoint()
     tensors["norm.weight"][0] = float("nan")
-    control = engine.control
-
-    def dies(message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        if message["op"] == "end":
-            control(message)
-            raise EngineError("cannot be reached")
-        return control(message)
-
-    monkeypatch.setattr(engine, "control", dies)
+    engine.lost = ["end"]
     with pytest.raises(EngineError, match=r"norm\.weight.*NaN"):
         update(tensors, engine, version=0)
 

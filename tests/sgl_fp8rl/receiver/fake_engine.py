@@ -36,6 +36,12 @@ class FakeEngine:
         self.relays: list[Relay] = []
         self.tied: list[int] | None = None
         """Shape of the embedding, where the model is tied."""
+        self.told: dict[str, Any] = {}
+        """What else its layout says."""
+        self.dead: tuple[str, ...] = ()
+        """Control messages that do not reach it."""
+        self.lost: list[str] = []
+        """Control messages whose next answer gets lost."""
         self.ops: list[str] = []
         self.ended: list[dict[str, Any]] = []
         """What each rank said at the end of the last session."""
@@ -44,6 +50,15 @@ class FakeEngine:
         self._threads: list[threading.Thread] = []
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
+        if message["op"] in self.dead:
+            raise EngineError("the engine cannot be reached", None)
+        reply = self._answer(message)
+        if message["op"] in self.lost:
+            self.lost.remove(message["op"])
+            raise EngineError("the connection was cut", None)
+        return reply
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         self.ops.append(message["op"])
         table = self.ranks[0].table
         if message["op"] == "layout":
@@ -58,6 +73,7 @@ class FakeEngine:
                 **(table.names if table else {"fp32": None, "formats": {}}),
                 "skipped": sorted(table.skipped) if table else [],
                 "tied": self.tied,
+                **self.told,
             }
         if message["op"] == "tensors":
             shapes = None if table is None else {n: list(s) for n, s in table.sources.items()}
@@ -65,7 +81,8 @@ class FakeEngine:
         if message["op"] == "status":
             policy = self.ranks[0].policy
             state = self.ranks[0].state.value
-            return {"run": policy.run, "version": policy.version, "state": state}
+            status = {"run": policy.run, "version": policy.version, "state": state}
+            return {**status, "logprobs": {"raw": False}}
         if message["op"] == "begin":
             return self._begin(message)
         if message["op"] != "end":

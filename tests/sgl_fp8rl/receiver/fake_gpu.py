@@ -78,6 +78,8 @@ class Interpreter:
 class FakeLaunch:
     """A few copies, carried out in NumPy."""
 
+    quantize = staticmethod(oracle.quantize_weight)
+
     def __init__(
         self, interpreter: Interpreter, descriptors: list[CopyDescriptor], dtype: torch.dtype
     ) -> None:
@@ -125,7 +127,7 @@ class FakeLaunch:
             return
         weight = x.float().numpy()
         if descriptor.kept is None:
-            codes, scale = oracle.quantize_weight(weight)
+            codes, scale = self.quantize(weight)
         else:
             codes, scale = oracle.quantize_rows(weight, int8=descriptor.target_dtype == torch.int8)
         target[:] = codes.view(np.uint8)[:, first:last]
