@@ -25,14 +25,9 @@ from trainer_bridge.updates.update import ask
 
 ROWS = [[1, 2], [3, 4]]
 BATCHES: list[Any] = [
-    ROWS,
-    ((1, 2), (3, 4)),
-    [range(1, 3), range(3, 5)],
-    np.array(ROWS),
-    np.array(ROWS, np.uint8),
-    np.array([[1, 2], None], object),
-    torch.tensor(ROWS),
-    torch.tensor(ROWS, dtype=torch.int32),
+    *(ROWS, ((1, 2), (3, 4)), [range(1, 3), range(3, 5)]),
+    *(np.array(ROWS), np.array(ROWS, np.uint8), np.array([[1, 2], None], object)),
+    *(torch.tensor(ROWS), torch.tensor(ROWS, dtype=torch.int32)),
     [np.array(row) for row in ROWS],
     tuple(torch.tensor(row) for row in ROWS),
     [list(torch.tensor(row)) for row in ROWS],
@@ -69,42 +64,16 @@ class Encoding(UserDict[str, Any]):
 
 
 NO_ROWS: list[Any] = [
-    "hello",
-    b"hi",
-    None,
-    5,
-    {"input_ids": ROWS},
-    Encoding(input_ids=ROWS),
-    {1, 2},
-    iter(ROWS),
-    np.array(5),
-    torch.tensor(5),
+    *("hello", b"hi", None, 5, {"input_ids": ROWS}, Encoding(input_ids=ROWS), {1, 2}, iter(ROWS)),
+    *(np.array(5), torch.tensor(5)),
 ]
 NO_ROW: list[Any] = [
-    "12",
-    b"hi",
-    bytearray(b"hi"),
-    memoryview(b"hi"),
-    5,
-    None,
-    ["1", "2"],
-    [b"1"],
-    [1.0],
-    [1.9],
-    [True],
-    [1, None],
-    [[1, 2]],
-    {"input_ids": [1]},
-    Encoding(input_ids=[1]),
-    {"role": "user", "content": "hi"},
-    [{"role": "user", "content": "hi"}],
-    np.array([1.0]),
-    np.array([True]),
-    np.array(ROWS),
-    torch.tensor([1.0]),
-    torch.tensor([True]),
-    [torch.tensor(1.5)],
-    [np.bool_(True)],
+    *("12", b"hi", bytearray(b"hi"), memoryview(b"hi"), 5, None),
+    *(["1", "2"], [b"1"], [1.0], [1.9], [True], [1, None], [[1, 2]], [2**64]),
+    *({"input_ids": [1]}, Encoding(input_ids=[1])),
+    *({"role": "user", "content": "hi"}, [{"role": "user", "content": "hi"}]),
+    *(make(row) for make in (np.array, torch.tensor) for row in ([1.0], [True])),
+    *(np.array(ROWS), [torch.tensor(1.5)], [np.bool_(True)]),
 ]
 
 
@@ -134,30 +103,40 @@ def test_what_is_not_token_ids_is_refused(batch: Any) -> None:
     assert not client.requests
 
 
+@pytest.mark.parametrize("prompts", [[], ["a", [5]], [[5], "a"]], ids=str)
+def test_prompts_are_of_one_kind(prompts: Any) -> None:
+    with pytest.raises(ValueError, match="rollout: prompts"):
+        rollout(FakeEngine(), prompts, {})
+
+
 def test_a_long_row_is_quoted_in_part() -> None:
     check_refused(lambda: token_ids("row 3", np.arange(1e5)), "row 3 is array(", "...")
     check_refused(lambda: token_ids("row 3", ["1"] * 10**6), "row 3 is [", "...")
+    check_refused(lambda: token_ids("row", memoryview(array.array("i", [1, 2]))), "row is")
+
+
+SENT: dict[str, tuple[Any, Any]] = {
+    "temperature": (np.float32(0.5), 0.5),
+    "max_new_tokens": (torch.tensor(4), 4),
+    "stop": (np.array(["a", "b"]), ["a", "b"]),
+    "stop_token_ids": (torch.tensor([1, 2]), [1, 2]),
+    "stop_regex": (("a+",), ["a+"]),
+    "ignore_eos": (np.bool_(True), True),
+    "no_stop_trim": (1, True),
+    "top_p": (np.float64(1.0), 1.0),
+    "top_k": (torch.tensor(-1), -1),
+}
+"""What is given, and what is sent."""
 
 
 def test_values_of_numpy_and_torch_are_sent_as_json() -> None:
     """Over HTTP, and as Python's own in this process."""
-    sampling = {
-        "n": np.int64(2),
-        "temperature": np.float32(0.5),
-        "max_new_tokens": torch.tensor(4),
-        "stop": np.array(["a", "b"]),
-        "stop_token_ids": torch.tensor([1, 2]),
-        "stop_regex": ("a+",),
-        "ignore_eos": np.bool_(True),
-        "no_stop_trim": 1,
-        "sampling_seed": np.uint8(7),
-        "top_p": np.float64(1.0),
-        "top_k": torch.tensor(-1),
-    }
+    sampling = {name: given for name, (given, _) in SENT.items()}
+    sampling |= {"n": np.int64(2), "sampling_seed": np.uint8(7)}
     engine, found = FakeEngine(), []
 
     def answer(request: Reply) -> tuple[int, Any]:
-        found.append(request)
+        found.append(request["sampling_params"])
         return 200, engine.reply(0, request)
 
     with serve(engine, answer) as url:
@@ -165,20 +144,10 @@ def test_values_of_numpy_and_torch_are_sent_as_json() -> None:
             url, torch.tensor([[5]]), sampling, expected_version=np.int64(3), timeout=np.float32(50)
         )
     assert (len(result.tokens), result.temperature) == (2, 0.5)
-    assert sorted(request["sampling_params"]["sampling_seed"] for request in found) == [7, 8]
-    wanted = {
-        "temperature": 0.5,
-        "max_new_tokens": 4,
-        "stop": ["a", "b"],
-        "stop_token_ids": [1, 2],
-        "stop_regex": ["a+"],
-        "ignore_eos": True,
-        "no_stop_trim": True,
-        "top_p": 1.0,
-        "top_k": -1,
+    assert sorted(sent["sampling_seed"] for sent in found) == [7, 8]
+    assert {name: found[0][name] for name in SENT} == {
+        name: sent for name, (_, sent) in SENT.items()
     }
-    sent = found[0]["sampling_params"]
-    assert {name: sent[name] for name in wanted} == wanted
 
 
 def test_sets_and_missing_stop_tokens_are_sent_as_sglang_reads_them() -> None:
@@ -202,9 +171,8 @@ NO_SAMPLING: list[Any] = [
     *({"sampling_seed": seed} for seed in (1.5, "1", True, 2**63, [1], math.nan)),
     *({"ignore_eos": flag} for flag in ("false", "True", 2, 1.5, [True])),
     *({"top_p": p} for p in ("1", [1.0], np.array([1.0, 1.0]), math.nan)),
-    {"skip_special_tokens": "no"},
+    *({f"{name}_special_tokens": "no"} for name in ("skip", "spaces_between")),
     {"no_stop_trim": "yes"},
-    {"spaces_between_special_tokens": "yes"},
     {1: 2, "best_of": 3},
 ]
 
@@ -281,7 +249,3 @@ def test_numbers_of_a_chain(value: Any, tmp_path: Any) -> None:
     if value != 1.5:
         with pytest.raises(ChainError, match="poll_s is"):
             follow(tmp_path, [], poll_s=value)
-
-
-def test_arrays_of_bytes_are_no_token_ids() -> None:
-    check_refused(lambda: token_ids("row", memoryview(array.array("i", [1, 2]))), "row is")
