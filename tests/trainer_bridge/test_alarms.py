@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from trainer_bridge import Alarm, check_alarms
 from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.metrics import alarms as module
 from trainer_bridge.metrics import mismatch_metrics
-from trainer_bridge.metrics.alarms import announce
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 HEALTHY = {
@@ -181,20 +179,6 @@ def test_correct_fills_them_and_logs_the_first(
     assert "masked_fraction" in fired and "ratio_mean" not in fired
     logged = [record.getMessage().partition(" ")[0] for record in caplog.records]
     assert len(logged) == len(set(logged)) == len({alarm.name for alarm in sick.alarms})
-
-
-def test_alarms_of_a_framework_name_nothing_of_corrections(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Users of TRL and verl see these four, and have neither a Correction nor its options."""
-    monkeypatch.setattr(module, "_announced", set())
-    metrics = {"mismatch_kl_k3": 1.0, "token_mult_prob_error": 9.0, "ess": 0.1, "ratio_mean": 2.0}
-    with caplog.at_level(logging.WARNING, module.__name__):
-        announce(check_alarms(metrics))
-    assert len(caplog.records) == 4
-    ours = ["Correction", "correction.", *(field.name for field in fields(CorrectionConfig))]
-    for record in caplog.records:
-        assert not [name for name in ours if name in record.getMessage()]
 
 
 @pytest.mark.parametrize("file", ["grpo.jsonl", "grpo_gpu.jsonl"])

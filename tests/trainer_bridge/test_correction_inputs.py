@@ -211,23 +211,45 @@ def one_above(logprobs: torch.Tensor) -> torch.Tensor:
     return logprobs.index_fill(1, torch.tensor([1]), 0.1)
 
 
-@pytest.mark.parametrize("wrong", [torch.exp, torch.neg, one_above])
-def test_what_is_no_logprob(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Probabilities, losses, and one value above 0 among others."""
-    trainer, rollout, mask = drawn(2, 3), drawn(2, 3, seed=1), ones(2, 3)
-    for call in (correct_logprobs, mismatch_metrics):
-        for both, whose in (
-            ((wrong(trainer), rollout), "trainer"),
-            ((trainer, wrong(rollout)), "rollout"),
-        ):
-            with pytest.raises(
-                ValueError, match=f": a {whose} logprob is .*above 0.01.*log_softmax"
-            ):
+COMPARED = correct_logprobs, mismatch_metrics, worst_tokens
+DTYPE, KIND = (
+    "logprobs_BT has dtype .*; pass it as float",
+    "logprobs_BT is a (list|ndarray); pass a t",
+)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        # probabilities, losses, and one value above 0 among others
+        *((wrong, "logprob is .*above 0.01.*log_softmax") for wrong in (torch.exp, torch.neg)),
+        (one_above, "logprob is .*above 0.01.*log_softmax"),
+        *((convert, DTYPE) for convert in (torch.Tensor.int, torch.Tensor.cfloat)),
+        *((convert, KIND) for convert in (torch.Tensor.tolist, torch.Tensor.numpy)),
+    ],
+)
+def test_what_is_no_logprob(wrong: Callable[[torch.Tensor], Any], sentence: str) -> None:
+    good, odd, mask = drawn(2, 3), wrong(drawn(2, 3)), ones(2, 3)
+    for call in COMPARED[:2] if "above" in sentence else COMPARED:
+        for both, whose in (((odd, good), "trainer"), ((good, odd), "rollout")):
+            with pytest.raises(ValueError, match=f": (a )?{whose}[_ ]{sentence}"):
                 call(*both, mask)
-    with pytest.raises(ValueError, match=r"a trainer logprob is .*log_softmax"):
-        correct(rollout_of(rollout), wrong(trainer))
-    with pytest.raises(ValueError, match=r"policy_loss: a logprob is .*log_softmax"):
-        policy_loss(wrong(trainer), torch.ones(2, 1), corrected(2, 3))
+    with pytest.raises(ValueError, match=f"trainer[_ ]{sentence}"):
+        correct(rollout_of(good), odd)
+    with pytest.raises(ValueError, match=f"policy_loss: (a )?{sentence}"):
+        policy_loss(odd, torch.ones(2, 1), corrected(2, 3))
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_masks_and_advantages_are_tensors(convert: Callable[[torch.Tensor], Any]) -> None:
+    good = drawn(2, 3)
+    for call in COMPARED:
+        with pytest.raises(ValueError, match=r": mask_BT is a (list|ndarray); pass a torch"):
+            call(good, good, convert(ones(2, 3)))
+    with pytest.raises(ValueError, match="policy_loss: advantages_BT is a"):
+        policy_loss(good, convert(torch.ones(2, 1)), corrected(2, 3))
+    with pytest.raises(ValueError, match=r"versions_BT has dtype .*; pass it as int64"):
+        correct_logprobs(good, good, ones(2, 3), versions_BT=good)
 
 
 def test_a_certain_token_may_round_above_zero() -> None:
@@ -235,43 +257,6 @@ def test_a_certain_token_may_round_above_zero() -> None:
     result = correct_logprobs(almost, almost, ones(2, 3))
     assert result.weights_BT.eq(1).all()
     assert policy_loss(almost, torch.ones(2, 1), result).eq(-1).all()
-
-
-@pytest.mark.parametrize("convert", [torch.Tensor.int, torch.Tensor.cfloat], ids=["int", "complex"])
-def test_logprobs_of_other_dtypes(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    good, odd, mask = drawn(2, 3), convert(drawn(2, 3)), ones(2, 3)
-    message = r"(trainer_|rollout_|)logprobs_BT has dtype .*; pass it as float"
-    for call in (correct_logprobs, mismatch_metrics, worst_tokens):
-        for both in ((odd, good), (good, odd)):
-            with pytest.raises(ValueError, match=message):
-                call(*both, mask)
-    with pytest.raises(ValueError, match=message):
-        correct(rollout_of(good), odd)
-    with pytest.raises(ValueError, match=message):
-        policy_loss(odd, torch.ones(2, 1), corrected(2, 3))
-    with pytest.raises(ValueError, match=r"versions_BT has dtype .*; pass it as int64"):
-        correct_logprobs(good, good, mask, versions_BT=good)
-
-
-@pytest.mark.parametrize(
-    "convert", [torch.Tensor.tolist, torch.Tensor.numpy], ids=["list", "array"]
-)
-def test_lists_and_arrays_are_told_from_tensors(convert: Callable[[torch.Tensor], Any]) -> None:
-    tensors = {
-        "trainer_logprobs_BT": drawn(2, 3),
-        "rollout_logprobs_BT": drawn(2, 3),
-        "mask_BT": ones(2, 3),
-    }
-    for call in (correct_logprobs, mismatch_metrics, worst_tokens):
-        for name, value in tensors.items():
-            with pytest.raises(ValueError, match=rf": {name} is a (list|ndarray); pass a torch"):
-                call(**tensors | {name: convert(value)})
-    with pytest.raises(ValueError, match="correct: trainer_logprobs_BT is a"):
-        correct(rollout_of(drawn(2, 3)), convert(drawn(2, 3)))
-    with pytest.raises(ValueError, match="policy_loss: logprobs_BT is a"):
-        policy_loss(convert(drawn(2, 3)), torch.ones(2, 1), corrected(2, 3))
-    with pytest.raises(ValueError, match="policy_loss: advantages_BT is a"):
-        policy_loss(drawn(2, 3), convert(torch.ones(2, 1)), corrected(2, 3))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -182,72 +182,65 @@ def test_a_lost_reply_is_noticed() -> None:
         rollout(Forgetful(), PROMPTS, {})
 
 
-def test_the_expected_version_is_checked_before_and_after_sampling() -> None:
-    client = FakeEngine(version=4)
-    assert rollout(client, PROMPTS, {}, expected_version=4).policy_versions == [4]
-    client.requests.clear()
-    with pytest.raises(ValueError, match=r"the engine has version 4\b.* version 5\b"):
-        rollout(client, PROMPTS, {}, expected_version=5)
-    assert not client.requests
-    client.edit = spoil("policy_version", [5])
-    with pytest.raises(ValueError, match=r"reply 0 has version 5\b.* version 4\b"):
-        rollout(client, [[5]], {}, expected_version=4)
-    assert rollout(client, [[5]], {}).policy_versions == [5]
-
-
-def committed(client: FakeEngine, run: str, version: int) -> None:
-    """As after an update of this process."""
-    KEPT.connection_to(client).policy = Policy(run, version)
+A3, A4, A5, OTHER3 = ("a", 3), ("a", 4), ("a", 5), ("another", 3)
+CHECKPOINT = ("", -1)
+LOST = r"the engine has version (-1|9|3)\b.*version 4 of run"
+Served = tuple[str, int]
 
 
 @pytest.mark.guarantee("rollouts", fault="tokens of an older version")
-def test_tokens_are_at_least_as_new_as_the_last_update() -> None:
-    client = FakeEngine(version=4)
-    committed(client, "a", 4)
-    assert rollout(client, PROMPTS, {}).versions == [[4], [4, 4]]
-    client.edit = spoil("policy_version", [5])  # a thread updates while this one samples
-    assert rollout(client, [[5]], {}).versions == [[5]]
-    client.edit = spoil("policy_version", [3])
-    with pytest.raises(ValueError, match=r"reply 0 has version 3\b.* updated .* version 4\b"):
-        rollout(client, [[5]], {})
-
-
 @pytest.mark.guarantee(
     "rollouts", fault="an engine that was started again, or updated by another trainer"
 )
-@pytest.mark.parametrize(("run", "version"), [("", -1), ("another", 9), ("a", 3)])
-def test_an_engine_that_lost_this_process_updates_is_not_sampled(run: str, version: int) -> None:
-    """It was started again, or another trainer came."""
-    client = FakeEngine(version=version, run=run)
-    committed(client, "a", 4)
-    with pytest.raises(ValueError, match=rf"the engine has version {version}\b.*version 4 of run"):
-        rollout(client, PROMPTS, {})
-    assert not client.requests
-    KEPT.close(client)  # whoever lets go of it may sample what it serves
-    assert rollout(client, [[5]], {}).versions == [[version]]
-
-
 @pytest.mark.guarantee("rollouts", fault="the expected version, of another run")
-def test_the_expected_version_is_of_this_process_run() -> None:
-    client = FakeEngine(version=3, run="another")
-    assert rollout(client, [[5]], {}, expected_version=3).runs == [["another"]]
-    committed(client, "a", 3)
-    with pytest.raises(ValueError, match=r"the engine has version 3 of run 'another'.*run 'a'"):
-        rollout(client, [[5]], {}, expected_version=3)
-    client.requests.clear()
-    client.run = "a"
-    assert rollout(client, [[5]], {}, expected_version=3).runs == [["a"]]
-    client.edit = spoil("policy_run", ["another"])  # while the rollout ran
-    with pytest.raises(ValueError, match=r"reply 0 has version 3 of run 'another'.*run 'a'"):
-        rollout(client, [[5]], {}, expected_version=3)
+@pytest.mark.parametrize(
+    ("serves", "committed", "expected", "samples", "error"),
+    [
+        # no update of this process
+        (A4, None, 4, A4, None),
+        (A4, None, 5, A4, r"the engine has version 4\b.* version 5\b"),
+        (A4, None, 4, A5, r"reply 0 has version 5\b.* version 4\b"),
+        (A4, None, None, A5, None),
+        (OTHER3, None, 3, OTHER3, None),
+        # tokens are at least as new as its last one; a thread may update while this one samples
+        (A4, A4, None, A4, None),
+        (A4, A4, None, A5, None),
+        (A4, A4, None, A3, r"reply 0 has version 3\b.* updated .* version 4\b"),
+        # the engine was started again, or another trainer came
+        *((serves, A4, None, serves, LOST) for serves in (CHECKPOINT, ("another", 9), A3)),
+        # an expected version is of its run; the checkpoint is of every run
+        (OTHER3, A3, 3, OTHER3, r"the engine has version 3 of run 'another'.*run 'a'"),
+        (A3, A3, 3, A3, None),
+        (A3, A3, 3, OTHER3, r"reply 0 has version 3 of run 'another'.*run 'a'"),
+        (A3, A4, 3, A3, None),
+        (CHECKPOINT, A4, -1, CHECKPOINT, None),
+    ],
+)
+def test_tokens_are_of_the_policy_that_is_meant(
+    serves: Served,
+    committed: Served | None,
+    expected: int | None,
+    samples: Served,
+    error: str | None,
+) -> None:
+    run, version = serves
+    client = FakeEngine(run=run, version=version)
+    if committed is not None:
+        commit(client, *committed)
+    sampled = {"policy_run": [samples[0]], "policy_version": [samples[1]]}
+    client.edit = lambda reply: reply["meta_info"].update(sampled)
+    if error is not None:
+        with pytest.raises(ValueError, match=error):
+            rollout(client, [[5]], {}, expected_version=expected)
+        assert bool(client.requests) is error.startswith("reply")
+        KEPT.close(client)  # whoever lets go of it may sample what it serves
+    result = rollout(client, [[5]], {}, expected_version=None if error else expected)
+    assert (result.runs, result.policy_versions) == ([[samples[0]]], [samples[1]])
 
 
-@pytest.mark.parametrize(("run", "version"), [("", -1), ("a", 3)])
-def test_an_older_policy_of_this_run_may_be_expected(run: str, version: int) -> None:
-    """The checkpoint is of every run."""
-    client = FakeEngine(version=version, run=run)
-    committed(client, "a", 4)
-    assert rollout(client, [[5]], {}, expected_version=version).versions == [[version]]
+def commit(client: FakeEngine, run: str, version: int) -> None:
+    """As after an update of this process."""
+    KEPT.connection_to(client).policy = Policy(run, version)
 
 
 def test_each_token_has_its_run() -> None:
@@ -541,8 +534,8 @@ def test_engines_that_do_not_serve_are_left_out(caplog: pytest.LogCaptureFixture
     engine, late, other = (
         FakeEngine(version=v, run=run) for v, run in ((4, "a"), (3, "a"), (4, "b"))
     )
-    committed(engine, "a", 4)
-    committed(late, "a", 3)
+    commit(engine, "a", 4)
+    commit(late, "a", 3)
     result = spread([Gone("status"), late, other, engine], PROMPTS)
     assert {version for row in result.versions for version in row} == {4}
     assert [asked(each) for each in (late, other, engine)] == [[], [], [5, 7]]
