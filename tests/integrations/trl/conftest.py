@@ -78,3 +78,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(checkpoint: Path, tmp_path: Path) -> Make:
     return lambda **options: tiny.make_trainer(checkpoint, tmp_path / "output", **options)
+
+
+@pytest.fixture
+def train(make: Make, engine: FakeEngine) -> Make:
+    """Makes a trainer and trains it on the fake engine, a step if not told otherwise."""
+
+    def run(**options: Any) -> Any:
+        trainer = make(**{"max_steps": 1, **options})
+        adapter.attach(trainer, engine)
+        trainer.train()
+        return trainer
+
+    return run
