@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.trainer_bridge import moe_models
 from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, run
 from tests.trainer_bridge.test_kv_calibrator import measured
 from trainer_bridge.kv import attention_hooks
@@ -18,29 +19,18 @@ from trainer_bridge.kv.kv_calibrator import KVCalibrator
 
 pytestmark = pytest.mark.timeout(180)
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 4, 2, 16, 64
-TINY: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
+LAYERS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 2, 16, moe_models.VOCAB
+SHAPE: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "head_dim": HEAD_DIM},
+    **{"num_hidden_layers": LAYERS, "pad_token_id": 0},
 }
-MODELS = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+FAMILIES = ("qwen3", "qwen2")
 ATTENTIONS = ("eager", "sdpa")
 
 
 def tiny(family: str = "qwen3", attention: str = "sdpa", **changes: Any) -> Any:
     """Norms and biases are random, or a norm that is left out would not show."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **{**TINY, **changes})
-    config._attn_implementation = attention
-    model = getattr(transformers, MODELS[family])(config).eval()
+    model = moe_models.tiny(family, attn_implementation=attention, **{**SHAPE, **changes})
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             nn.init.uniform_(parameter, 0.2, 3.0)
@@ -120,7 +110,7 @@ NEAR = 5e-6
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
 def test_it_sees_what_attention_gets(family: str, attention: str, padding: str) -> None:
     """The controls, K before RoPE or before its norm, are other numbers."""
@@ -140,7 +130,7 @@ def test_it_sees_what_attention_gets(family: str, attention: str, padding: str) 
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_are_the_same_bits(family: str, attention: str) -> None:
     model = tiny(family, attention, attention_dropout=0.3).train()
     ids, mask = tokens(), padded(True)
@@ -223,7 +213,7 @@ def test_the_decoder_may_be_called_alone() -> None:
 
 def test_each_watch_sees_its_own_model(unwatched: Callable[[], bool]) -> None:
     """A trainer has a reference model too; they may end in any order."""
-    policy, reference = tiny(), tiny(initializer_range=0.5)
+    policy, reference = tiny(), tiny(seed=1)
     ids = tokens()
     calibrators = [KVCalibrator.of(m) for m in (policy, reference, policy)]
     with torch.no_grad(), ExitStack() as first, ExitStack() as others:
@@ -302,7 +292,7 @@ def test_a_vision_tower_is_not_observed() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlavaConfig(
-        text_config=transformers.Qwen3Config(**TINY),
+        text_config=transformers.Qwen3Config(**{**moe_models.TINY, **SHAPE}),
         vision_config=transformers.SiglipVisionConfig(
             **dict.fromkeys(("hidden_size", "intermediate_size"), 32),
             **{"num_hidden_layers": 5, "num_attention_heads": 4, "image_size": 8, "patch_size": 4},

@@ -17,13 +17,13 @@ from tests.trainer_bridge.correction_oracle import (
     log_ratios,
     mask_of,
     pad,
+    rollout_of,
     weigh,
 )
 from trainer_bridge import correct, mismatch_metrics
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs, policy_loss
 from trainer_bridge.correction.config import LEVELS, REJECTIONS
 from trainer_bridge.metrics import mismatch as mismatch_module
-from trainer_bridge.rollouts.rollout import Rollout
 
 REL = 1e-13  # float64 sums in another order; healthy below 1e-14
 FLOAT32_REL = 2e-7  # float32 weights, over a float32 mean: three roundings of 2^-24
@@ -111,29 +111,18 @@ def test_corrections_agree_with_the_oracle(
     assert plain.items() <= metrics.items()
 
 
-def make_rollout(logprobs: Rows, versions: list[list[int]] | None = None) -> Rollout:
-    return Rollout(
-        prompt_tokens=[[1]] * len(logprobs),
-        tokens=[[7] * len(row) for row in logprobs],
-        logprobs=logprobs,
-        versions=versions or [[0] * len(row) for row in logprobs],
-        finish_reasons=["stop"] * len(logprobs),
-        temperature=1.0,
-    )
-
-
 def test_a_rollout_is_corrected_by_token_tis_unless_told_otherwise() -> None:
     rows = [[-1.0, -2.0, -3.0], [-0.5]]
     versions = [[0, 0, 1], [1]]
     trainer_BT = torch.tensor([[-0.5, -2.0, -1.0], [-0.75, math.nan, math.nan]])
-    result = correct(make_rollout(rows, versions), trainer_BT)
+    result = correct(rollout_of(rows, versions), trainer_BT)
     expected = [[math.exp(0.5), 1.0, 2.0], [math.exp(-0.25), 0.0, 0.0]]
     torch.testing.assert_close(result.weights_BT, torch.tensor(expected))
     assert result.mask_BT.tolist() == [[True] * 3, [True, False, False]]
     assert result.metrics["clipped_fraction"] == 0.25
     assert result.metrics["version_1/clipped_fraction"] == 0.5
     assert result.metrics["version_0/tokens"] == 2
-    same = correct(make_rollout(rows), trainer_BT, PRESETS["decoupled_token_is"])
+    same = correct(rollout_of(rows), trainer_BT, PRESETS["decoupled_token_is"])
     assert torch.equal(same.weights_BT, result.weights_BT)
 
 
@@ -240,9 +229,9 @@ def test_losses_of_half_precision_logprobs_are_fp32(name: str, dtype: torch.dtyp
 
 def test_weights_carry_no_gradient_and_take_half_precision_logprobs() -> None:
     trainer = torch.tensor([[-1.0, -2.5]], requires_grad=True)
-    result = correct(make_rollout([[-1.5, -2.0]]), trainer)
+    result = correct(rollout_of([[-1.5, -2.0]]), trainer)
     assert not result.weights_BT.requires_grad and not result.old_logprobs_BT.requires_grad
-    half = correct(make_rollout([[-1.5, -2.0]]), trainer.detach().bfloat16())
+    half = correct(rollout_of([[-1.5, -2.0]]), trainer.detach().bfloat16())
     assert torch.equal(half.weights_BT, result.weights_BT)
 
 
@@ -250,7 +239,7 @@ def test_weights_carry_no_gradient_and_take_half_precision_logprobs() -> None:
 @settings(max_examples=50, deadline=None)
 def test_identical_logprobs_need_no_correction(batch: tuple[Rows, Rows], name: str) -> None:
     _, rows = batch
-    result = correct(make_rollout(rows), pad(rows), name)
+    result = correct(rollout_of(rows), pad(rows), name)
     assert torch.equal(result.weights_BT, mask_of(rows).float())
     zero = "mismatch_kl_k1 mismatch_kl_k3 chi2_token chi2_seq log_ppl_gap logprob_abs_diff_max"
     assert {result.metrics[name] for name in zero.split()} == {0.0}
@@ -308,7 +297,7 @@ def test_configs_in_verls_writing() -> None:
 
 
 def test_other_unusable_inputs_are_refused() -> None:
-    sampled = make_rollout([[-1.0, -2.0]])
+    sampled = rollout_of([[-1.0, -2.0]])
     with pytest.raises(ValueError, match=r"'tis'.*CorrectionConfig.*decoupled_token_is"):
         correct(sampled, torch.zeros(1, 2), "tis")
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(1, 2\)"):

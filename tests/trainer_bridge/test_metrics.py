@@ -8,18 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trainer_bridge.correction_oracle import (
-    Rows,
-    batches,
-    clamp,
-    float32,
-    log_ratios,
-    mask_of,
-    metrics,
-    pad,
-    percentile,
-    token_metrics,
-)
+from tests.trainer_bridge import correction_oracle as oracle
+from tests.trainer_bridge.correction_oracle import Rows, batches, log_ratios, mask_of, pad
 from trainer_bridge import mismatch_metrics
 from trainer_bridge.metrics import histogram
 from trainer_bridge.metrics.groups import MOST_VERSIONS, POSITIONS
@@ -36,7 +26,7 @@ def assert_metrics(
     for name, value in expected.items():
         assert actual[name] == pytest.approx(value, rel=REL, abs=REL * scale), name
     for name, percent in PERCENTS.items():
-        true, found = percentile(x, percent), math.log(actual[name])
+        true, found = oracle.percentile(x, percent), math.log(actual[name])
         bound = histogram.RELATIVE_ERROR * (abs(true) + histogram.LINEAR)
         assert abs(found - true) <= 1.002 * bound, name  # the bin is found in float32
 
@@ -55,7 +45,7 @@ def test_metrics_agree_with_the_oracle(batch: tuple[Rows, Rows]) -> None:
     trainer, rollout = batch
     actual = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout))
     x = flat(trainer, rollout)
-    assert_metrics(whole(actual), metrics(trainer, rollout), x, max(60.0, *map(abs, x)))
+    assert_metrics(whole(actual), oracle.metrics(trainer, rollout), x, max(60.0, *map(abs, x)))
 
 
 def long_batch(lengths: tuple[int, ...], spread: float) -> tuple[Rows, Rows]:
@@ -71,20 +61,20 @@ def test_long_sequences_and_their_positions(spread: float) -> None:
     trainer, rollout = long_batch((32768, 1, 20000, 0, 300), spread)
     actual = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout))
     x = flat(trainer, rollout)
-    assert_metrics(whole(actual), metrics(trainer, rollout), x, 1.0)
+    assert_metrics(whole(actual), oracle.metrics(trainer, rollout), x, 1.0)
     rows = log_ratios(trainer, rollout)
     for start, end in zip(POSITIONS, (*POSITIONS[1:], 32768), strict=True):
         prefix = f"position_{start}/"
         part = {k.removeprefix(prefix): v for k, v in actual.items() if k.startswith(prefix)}
         inside = [float(value) for row in rows for value in row[start:end]]
-        sampled = [float(value) for row in float32(rollout) for value in row[start:end]]
-        assert_metrics(part, token_metrics(inside, sampled), inside, 1.0)
+        sampled = [float(value) for row in oracle.float32(rollout) for value in row[start:end]]
+        assert_metrics(part, oracle.token_metrics(inside, sampled), inside, 1.0)
 
 
 def test_a_float32_sum_would_fail_at_32k_tokens() -> None:
     """Control: the tolerance tells float64 sums from float32 ones."""
     trainer, rollout = long_batch((32768,), 0.02)
-    exact = metrics(trainer, rollout)["log_ppl_gap"]
+    exact = oracle.metrics(trainer, rollout)["log_ppl_gap"]
     single = (pad(rollout) - pad(trainer)).sum().item() / 32768
     assert single != pytest.approx(exact, rel=REL, abs=REL)
 
@@ -120,7 +110,7 @@ def test_positions_outside_the_mask_never_matter(batch: tuple[Rows, Rows], fill:
 @given(st.lists(st.floats(-25.0, 25.0) | st.floats(-1e-5, 1e-5), min_size=1, max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_histogram_bins_ascend_and_hold_their_bound(values: list[float]) -> None:
-    x = torch.tensor(sorted(map(clamp, values)), dtype=torch.float64)
+    x = torch.tensor(sorted(map(oracle.clamp, values)), dtype=torch.float64)
     bins = histogram.bins_of(x).long()
     assert bins.min() >= 0 and bins.max() < histogram.BINS and (bins.diff() >= 0).all()
     for value, bin_ in zip(x.tolist(), bins.tolist(), strict=True):
@@ -136,14 +126,14 @@ def test_policy_versions_are_reported_apart() -> None:
     given_ = pad(trainer), pad(rollout), mask_of(rollout)
     versions = torch.tensor([[-1, -1, 3], [3, 3, -1]])  # (1, 2) is padding, whatever it says
     found = mismatch_metrics(*given_, versions_BT=versions)
-    x, sampled = log_ratios(trainer, rollout), float32(rollout)
+    x, sampled = log_ratios(trainer, rollout), oracle.float32(rollout)
     for version, (part, rolled) in {
         -1: ([*x[0][:2]], [*sampled[0][:2]]),
         3: ([x[0][2], *x[1]], [sampled[0][2], *sampled[1]]),
     }.items():
         prefix = f"version_{version}/"
         mine = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
-        assert_metrics(mine, token_metrics(part, rolled), part, 1.0)
+        assert_metrics(mine, oracle.token_metrics(part, rolled), part, 1.0)
     versions[1, 2] = 9
     assert mismatch_metrics(*given_, versions_BT=versions) == found
     a_row_each = torch.tensor([[-1, -1, -1], [3, 3, 9]])
@@ -151,7 +141,7 @@ def test_policy_versions_are_reported_apart() -> None:
     for row, version in enumerate((-1, 3)):
         prefix = f"version_{version}/"
         mine = {k.removeprefix(prefix): v for k, v in apart.items() if k.startswith(prefix)}
-        assert_metrics(mine, token_metrics([*x[row]], [*sampled[row]]), [*x[row]], 1.0)
+        assert_metrics(mine, oracle.token_metrics([*x[row]], [*sampled[row]]), [*x[row]], 1.0)
     one = mismatch_metrics(*given_, versions_BT=torch.full((2, 3), 5))
     assert one == mismatch_metrics(*given_) and one.items() <= found.items()
 

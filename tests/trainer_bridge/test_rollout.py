@@ -530,19 +530,23 @@ class Gone(FakeEngine):
 
 
 def test_engines_that_do_not_serve_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """One cannot be reached, one missed the last update, one serves another run."""
-    engine, late, other = (
-        FakeEngine(version=v, run=run) for v, run in ((4, "a"), (3, "a"), (4, "b"))
+    """One cannot be reached, one missed the last update, one serves another run, and an update to
+    the next version failed on one."""
+    engine, late, other, failed = (
+        FakeEngine(version=v, run=run) for v, run in ((4, "a"), (3, "a"), (4, "b"), (4, "a"))
     )
+    failed.state = "quarantined"
     commit(engine, "a", 4)
     commit(late, "a", 3)
-    result = spread([Gone("status"), late, other, engine], PROMPTS)
-    assert {version for row in result.versions for version in row} == {4}
-    assert [asked(each) for each in (late, other, engine)] == [[], [], [5, 7]]
-    sentences = " ".join(record.message for record in caplog.records)
-    assert all(word in sentences for word in ("cannot be reached", "engine 1 has", "engine 2 has"))
-    with pytest.raises(EngineError, match="cannot be reached"):
-        spread([Gone("status"), Gone("status")], PROMPTS)
+    result = spread([Gone("status"), late, other, failed, engine], PROMPTS)
+    assert (result.policy_versions, result.errors) == ([4], {})
+    assert [asked(each) for each in (late, other, failed, engine)] == [[], [], [], [5, 7]]
+    said = ("cannot be reached", "engine 1 has", "engine 2 has", "engine 3 is quarantined: NaN")
+    assert all(words in caplog.text for words in said)
+    for first, second, status in (Gone("status"), failed, None), (failed, Gone("status"), 503):
+        with pytest.raises(EngineError, match=r"cannot be reached|quarantined") as held:
+            spread([first, second], PROMPTS)
+        assert held.value.status == status
     with pytest.raises(ValueError, match="engine 0 has"):
         rollout([late], PROMPTS, {}, expected_version=9)
 
@@ -573,19 +577,6 @@ def test_a_rollout_is_not_lost_to_a_status(later: Any) -> None:
     engine.clipped = [later]
     with pytest.raises(EngineError, match="kv_clipped"):
         rollout(engine, PROMPTS, {})
-
-
-def test_a_quarantined_engine_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """It has the version, but an update to the next one failed there."""
-    engines = [FakeEngine(version=4), FakeEngine(version=4)]
-    engines[0].state = "quarantined"
-    result = spread(engines, PROMPTS)
-    assert (result.errors, asked(engines[0])) == ({}, [])
-    assert "engine 0 is quarantined: NaN" in caplog.text
-    engines[1].state = "quarantined"
-    with pytest.raises(EngineError, match="quarantined") as held:
-        spread(engines, PROMPTS)
-    assert held.value.status == 503
 
 
 def test_an_engine_that_goes_away_loses_its_samples_alone() -> None:
