@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -267,12 +268,7 @@ def test_the_mask_is_found_however_it_is_given(wrap: Any, dtype: torch.dtype) ->
 def test_another_attention_function_is_watched_too(unwatched: Callable[[], bool]) -> None:
     """One that a user registered, with a mask function of another."""
     utils = pytest.importorskip("transformers.modeling_utils")
-    sdpa, calls = utils.ALL_ATTENTION_FUNCTIONS["sdpa"], []
-
-    def mine(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args[0].layer_idx)
-        return sdpa(*args, **kwargs)
-
+    mine = Mock(wraps=utils.ALL_ATTENTION_FUNCTIONS["sdpa"])
     model, ids = tiny(), tokens()
     plain = model(ids).logits
     utils.ALL_ATTENTION_FUNCTIONS["mine"] = mine
@@ -281,7 +277,7 @@ def test_another_attention_function_is_watched_too(unwatched: Callable[[], bool]
         found, logits = seen(model, ids)
     finally:
         del utils.ALL_ATTENTION_FUNCTIONS["mine"]
-    assert calls == list(range(LAYERS))
+    assert [call.args[0].layer_idx for call in mine.mock_calls] == list(range(LAYERS))
     assert torch.equal(logits, plain)
     model.config._attn_implementation = "sdpa"
     assert off(found, by_hand(model, ids)) < NEAR

@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -83,21 +83,6 @@ class FakeEngine:
     def control(self, message: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
         answers = {"layout": self._layout, "code_sums": {"sums": self.sums}, "kv": self.kv}
         return answers[message["op"]]
-
-
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """The shapes of all weights that are quantized."""
-    found: list[tuple[int, ...]] = []
-    encode = BLOCK_FP8.encode
-
-    def count(weight: Tensor) -> Any:
-        found.append(tuple(weight.shape))
-        return encode(weight)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BLOCK_FP8, "encode", count)
-        yield found
 
 
 # ---- which layers
@@ -364,6 +349,12 @@ def by_optimizer(layer: nn.Linear) -> None:
     torch.optim.SGD([layer.weight], lr=1.0).step()
 
 
+def past_torch(layer: nn.Linear) -> nn.Linear:
+    """Written to where torch does not see it."""
+    layer.weight.data.mul_(2)
+    return layer
+
+
 def doubled(layer: nn.Linear) -> dict[str, Tensor]:
     return {name: 2 * tensor for name, tensor in layer.state_dict().items()}
 
@@ -372,6 +363,8 @@ CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
     "in place": in_place,
     "by an optimizer": by_optimizer,
     "uncounted": lambda layer: UncountedSGD([layer.weight]).step(),
+    "past torch, then sent": lambda layer: named_tensors(past_torch(layer)),
+    "past torch, then told": lambda layer: increment_version(past_torch(layer).parameters()),
     "loaded": lambda layer: layer.load_state_dict(doubled(layer)),
     "assigned": lambda layer: layer.load_state_dict(doubled(layer), assign=True),
     "moved": lambda layer: setattr(layer.weight, "data", 2 * layer.weight.data),
@@ -379,13 +372,23 @@ CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
+def follows(layer: nn.Linear) -> bool:
+    x = drawn(4, 256)
+    return torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_codes_follow_the_weight(change: str) -> None:
     layer, x = converted(linear(bias=False)), drawn(4, 256)
     before = layer(x)
     CHANGES[change](layer)
-    assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
-    assert not torch.equal(layer(x), before)
+    assert follows(layer) and not torch.equal(layer(x), before)
+
+
+def test_a_write_past_torch_is_not_seen() -> None:
+    """The documented limit."""
+    layer = converted(linear(bias=False))
+    assert follows(layer) and not follows(past_torch(layer))
 
 
 def test_codes_follow_weights_that_last_for_one_forward() -> None:
@@ -403,52 +406,37 @@ def test_codes_follow_weights_that_last_for_one_forward() -> None:
 @torch.inference_mode()
 def test_codes_follow_weights_of_inference_mode() -> None:
     """Whose versions torch does not count."""
-    layer, x = converted(linear(bias=False)), drawn(4, 256)
-    assert layer.weight.is_inference()
-    layer(x)
+    layer = converted(linear(bias=False))
+    assert layer.weight.is_inference() and follows(layer)
     layer.weight.mul_(2)
-    assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
+    assert follows(layer)
 
 
-def test_codes_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_made_once_a_step() -> None:
     model = tiny("qwen3")
     convert_layers(model, fp8_names(model), BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     matrices = sum("_proj" in name for name, _ in model.named_parameters())
     model.gradient_checkpointing_enable()
     for _ in range(2):
-        with counted(monkeypatch) as found:
+        with patch.object(BLOCK_FP8, "encode", wraps=BLOCK_FP8.encode) as encode:
             named_tensors(model)  # an update
             with torch.inference_mode():
                 model(torch.arange(8)[None])
             for _ in range(2):  # micro-batches
                 model.train()(torch.arange(8)[None]).logits.float().square().mean().backward()
-        assert len(found) == matrices
+        assert encode.call_count == matrices
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "tell", [named_tensors, lambda layer: increment_version(layer.parameters())]
-)
-def test_a_write_past_torch_is_seen_once_it_is_told(tell: Callable[[nn.Module], Any]) -> None:
-    """By an update, or in torch's way."""
-    layer, x = converted(linear(bias=False)), drawn(4, 256)
-    before = layer(x)
-    layer.weight.data.mul_(2)
-    assert torch.equal(layer(x), before)  # the documented limit
-    tell(layer)
-    assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
-
-
 def test_a_copy_has_codes_of_its_own() -> None:
-    layer, x = converted(linear(bias=False)), drawn(4, 256)
-    before = layer(x)
+    layer = converted(linear(bias=False))
+    assert follows(layer)
     other = copy.deepcopy(layer)
     assert isinstance(other, FP8Linear)
     in_place(other)
-    assert torch.equal(other(x), fp8_linear(x, *quantize_weight(other.weight)))
-    assert torch.equal(layer(x), before)
+    assert follows(other) and follows(layer)
 
 
 # ---- updates and checks

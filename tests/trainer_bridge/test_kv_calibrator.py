@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -444,16 +445,9 @@ def merge(rank: int, folder: Path) -> None:
         observed(calibrator, bad)
         assert re.search("layer 1 .*NaN or Inf.* V\\b", failure(calibrator.scales)[1])
 
-    calls: list[int] = []
-    reduce = dist.all_reduce
-
-    def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(tensor.numel())
-        return reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = count
-    observed(KVCalibrator(2, 2), own).scales()
-    assert gathered(calls) == [[2 * 2 * 2]] * WORLD
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+        observed(KVCalibrator(2, 2), own).scales()
+    assert gathered([call.args[0].numel() for call in reduce.mock_calls]) == [[2 * 2 * 2]] * WORLD
 
 
 @pytest.mark.timeout(180)
@@ -468,12 +462,7 @@ def test_a_rank_that_observed_nothing_reduces_where_others_do(
     backends: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device "meta" stands for a GPU."""
-    kinds: list[str] = []
-
-    def reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        kinds.append(tensor.device.type)
-        raise InterruptedError
-
+    reduce = Mock(side_effect=InterruptedError)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
@@ -481,4 +470,4 @@ def test_a_rank_that_observed_nothing_reduces_where_others_do(
     for layers in ([], [[batch(0)]]):
         with pytest.raises(InterruptedError):
             observed(KVCalibrator(1, 2), layers).scales()
-    assert kinds == [kind, kind]
+    assert [call.args[0].device.type for call in reduce.mock_calls] == [kind, kind]
