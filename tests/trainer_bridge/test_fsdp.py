@@ -1,6 +1,5 @@
 """FSDP2 trainers: two gloo processes gather, rank 0 sends, and both hear of every failure."""
 
-import operator
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
-from tests.trainer_bridge.fake_rank import LAYOUT
 from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import ranks_of
@@ -83,11 +82,15 @@ def update_toy(rank: int, folder: Path) -> None:
     model = toy_trainer(tensors)
     assert ranks_of(named_tensors(model), None) == (0, 1)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    first, second = gathered(update(model, engine, version=0))
+    result = update(model, engine, version=0)
     assert engine is None or holds(engine, tensors)
+    first, second = gathered(result)
     assert isinstance(second, UpdateResult)
-    counts = operator.attrgetter("version", "tensors", "bytes")
-    assert counts(first) == counts(second)
+    assert (first.version, first.tensors, first.bytes) == (
+        second.version,
+        second.tensors,
+        second.bytes,
+    )
 
     # DTensors by name, as a framework that renames its parameters sends them
     other = toy.checkpoint(1)
@@ -182,9 +185,14 @@ def update_tied(rank: int, folder: Path) -> None:
         other.to_local()[-1, -1] += 1
     found = failure(lambda: update({**named, "lm_head.weight": other}, engine, version=9))
     assert found[:2] == (ManifestError.__name__, tied_head.UNLIKE)
-    pairs = *named.items(), ("lm_head.weight", other)
-    group = dist.group.WORLD
-    found = failure(lambda: update(iter(pairs), engine, version=9, group=group))
+    found = failure(
+        lambda: update(
+            iter([*named.items(), ("lm_head.weight", other)]),
+            engine,
+            version=9,
+            group=dist.group.WORLD,
+        )
+    )
     assert found[:2] == (ManifestError.__name__, tied_head.UNLIKE)
     update(named, engine, version=9)
 
@@ -200,6 +208,11 @@ def update_tied(rank: int, folder: Path) -> None:
     assert engine is None or holds(engine, tensors)
 
 
+@pytest.mark.timeout(180)
+def test_ranks_decide_alike_of_a_tied_head_and_of_what_cannot_be_read(tmp_path: Path) -> None:
+    run(update_tied, tmp_path)
+
+
 class Broken:
     """An engine client that fails in a way of its own."""
 
@@ -208,10 +221,26 @@ class Broken:
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         if message["op"] == "layout":
-            return LAYOUT
+            return {
+                "dtype": "bfloat16",
+                "bucket_bytes": 1 << 20,
+                "state": "serving",
+                "fp32": [],
+                "skipped": [],
+                "tied": None,
+                "formats": {},
+                "gpus": [],
+                "visible_gpus": [],
+                "place": here(),
+            }
         raise self.fault
 
     generate = control
+
+
+@pytest.mark.timeout(180)
+def test_a_sharded_model_updates_an_engine_and_every_rank_hears_how(tmp_path: Path) -> None:
+    run(update_toy, tmp_path)
 
 
 def stream_moe(rank: int, folder: Path) -> None:
@@ -248,6 +277,11 @@ def plain_engine(tensors: toy.Tensors) -> FakeEngine:
     return FakeEngine([toy.engine(toy.Model(storage, load), shapes)], 1 << 16)
 
 
+@pytest.mark.timeout(180)
+def test_a_sharded_transformers_model_streams_what_it_saves(tmp_path: Path) -> None:
+    run(stream_moe, tmp_path)
+
+
 def keep_on_one_rank(rank: int, folder: Path) -> None:
     """A DTensor over a mesh of one rank is whole there, as in a replicated model."""
     mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replica", "shard"))
@@ -262,6 +296,7 @@ def keep_on_one_rank(rank: int, folder: Path) -> None:
     assert torch.equal(streamed({"w": spread}, torch.float32)["w"], whole)
 
 
+@pytest.mark.timeout(180)
 def step_behind_a_forward(rank: int, folder: Path) -> None:
     """FSDP2 leaves the root's parameters whole after a forward, and the optimizer steps shards."""
     torch.manual_seed(0)
@@ -286,15 +321,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.detach().clone()
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "worker", [update_toy, update_tied, stream_moe, keep_on_one_rank, step_behind_a_forward]
-)
-def test_two_ranks(worker: Callable[[int, Path], None], tmp_path: Path) -> None:
-    run(worker, tmp_path)
-
-
-# -- one process
+def test_weights_are_those_that_the_optimizer_stepped(tmp_path: Path) -> None:
+    run(step_behind_a_forward, tmp_path)
 
 
 def test_flattened_parameters_are_refused() -> None:
@@ -302,6 +330,13 @@ def test_flattened_parameters_are_refused() -> None:
     nn.Module.__init__(flattened)
     with pytest.raises(ManifestError, match="FSDP1"):
         named_tensors(nn.Sequential(nn.Linear(4, 4), flattened))
+
+
+def test_a_parameter_that_is_whole_on_its_rank_is_not_gathered(tmp_path: Path) -> None:
+    run(keep_on_one_rank, tmp_path)
+
+
+# -- one process
 
 
 def test_announced_shapes_and_dtypes_are_those_that_are_sent() -> None:
@@ -351,8 +386,9 @@ def test_names_come_without_what_wrappers_add() -> None:
     model = nn.ModuleDict({"_orig_mod": nn.Linear(2, 4)})
     assert [name for name, _ in named_tensors(model)] == ["weight", "bias"]
     pairs = [("_orig_mod.w", torch.ones(2))]  # given by name, a name is the HF name
-    for given in (pairs, dict(pairs), iter(pairs)):
-        assert [name for name, _ in named_tensors(given)] == ["_orig_mod.w"]
+    assert [name for name, _ in named_tensors(pairs)] == ["_orig_mod.w"]
+    assert [name for name, _ in named_tensors(dict(pairs))] == ["_orig_mod.w"]
+    assert [name for name, _ in named_tensors(iter(pairs))] == ["_orig_mod.w"]
 
 
 def test_scales_come_behind_their_weight() -> None:
