@@ -1,18 +1,24 @@
-"""Mismatch metrics against NumPy loops that share no code with them."""
+"""Mismatch metrics against NumPy loops that share no code with them, and the worst tokens."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer_bridge import correction_oracle as oracle
 from tests.trainer_bridge.correction_oracle import Rows, batches, log_ratios, mask_of, pad
-from trainer_bridge import mismatch_metrics
+from tests.trainer_bridge.framework_names import NAMES
+from trainer_bridge import TokenMismatch, mismatch_metrics, worst_tokens
+from trainer_bridge.correction import CorrectionConfig, correct_logprobs
+from trainer_bridge.correction.config import REJECTIONS
 from trainer_bridge.metrics import histogram
 from trainer_bridge.metrics.groups import MOST_VERSIONS, POSITIONS
+from trainer_bridge.metrics.reducer import Reducer, Values
 
 REL = 1e-13  # float64 sums in another order; healthy below 1e-15
 PERCENTS = {"ratio_p01": 1, "ratio_p50": 50, "ratio_p99": 99}
@@ -171,3 +177,104 @@ def test_unusable_inputs_are_refused() -> None:
         nothing = torch.zeros(empty)
         with pytest.raises(ValueError, match="mask_BT"):
             mismatch_metrics(nothing, nothing, nothing.bool())
+
+
+# -- names, and when they are read from the GPU
+
+EVERYTHING = CorrectionConfig(
+    rollout_is_batch_normalize=True, rollout_rs=dict.fromkeys(REJECTIONS, 1.5), veto_threshold=0.5
+)
+
+
+def some_metrics(versions: bool = True) -> dict[str, float]:
+    trainer_BT, mask_BT = torch.linspace(-1, 0, 40).view(2, 20), torch.ones(2, 20).bool()
+    versions_BT = torch.tensor([[4], [7]]).expand(2, 20) if versions else None
+    given = trainer_BT, trainer_BT.flip(1), mask_BT, EVERYTHING
+    return correct_logprobs(*given, versions_BT=versions_BT).metrics
+
+
+def test_every_name_in_the_table_of_the_docs_is_computed() -> None:
+    shown = {name.replace("<option>", "seq_mean_k3") for name in NAMES}
+    assert len(shown) > 20 and shown <= some_metrics().keys()
+
+
+def test_metrics_are_a_flat_dict_of_floats() -> None:
+    """As loggers take them."""
+    assert {type(value) for value in some_metrics().values()} == {float}
+
+
+class WaitsForTheDevice(TorchDispatchMode):
+    """Notes operations whose result the host must read before it goes on."""
+
+    waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if any(wait in name for wait in self.waits):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_nothing_before_all_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait for the GPU a batch: what the last copy to the host is."""
+    with WaitsForTheDevice() as mode:
+        before_reduce: list[list[str]] = []
+        reduce = Reducer.reduce
+
+        def noted(reducer: Reducer, group: Any) -> Values:
+            before_reduce.append(list(mode.seen))
+            return reduce(reducer, group)
+
+        monkeypatch.setattr(Reducer, "reduce", noted)
+        some_metrics(versions=False)
+        assert before_reduce == [[]]
+        some_metrics(versions=True)
+        assert before_reduce[1]  # control: which versions there are is asked before
+
+
+# -- where rollout and trainer differ most
+
+MASK_BT = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+
+
+def logprobs_BT(**changed: float) -> torch.Tensor:
+    """-1 everywhere but at places such as ``at_0_2``."""
+    found_BT = torch.full((3, 3), -1.0)
+    for place, value in changed.items():
+        row, column = map(int, place.split("_")[1:])
+        found_BT[row, column] = value
+    return found_BT
+
+
+def test_the_worst_come_first_with_their_place() -> None:
+    trainer_BT = logprobs_BT(at_0_2=-16.0, at_1_2=-99.0, at_2_0=-0.5, at_1_1=-1.25)
+    rollout_BT = logprobs_BT(at_1_2=99.0, at_1_1=-3.25)
+    assert worst_tokens(trainer_BT, rollout_BT, MASK_BT, count=3) == [
+        TokenMismatch(0, 2, length=3, alive=2, trainer_logprob=-16.0, rollout_logprob=-1.0),
+        TokenMismatch(1, 1, length=2, alive=3, trainer_logprob=-1.25, rollout_logprob=-3.25),
+        TokenMismatch(2, 0, length=3, alive=3, trainer_logprob=-0.5, rollout_logprob=-1.0),
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_is_no_number_is_worst(value: float) -> None:
+    trainer_BT = logprobs_BT(at_0_1=value, at_2_2=-50.0, at_1_2=math.nan)
+    found = worst_tokens(trainer_BT, logprobs_BT(), MASK_BT, count=2)
+    assert [(token.sequence, token.position) for token in found] == [(0, 1), (2, 2)]
+
+
+def test_there_are_no_more_than_tokens() -> None:
+    assert len(worst_tokens(logprobs_BT(), logprobs_BT(), MASK_BT, count=99)) == 8
+    assert worst_tokens(logprobs_BT(), logprobs_BT(), torch.zeros_like(MASK_BT)) == []
+    empty_BT = torch.empty(0, 3)
+    assert worst_tokens(empty_BT, empty_BT, empty_BT.bool()) == []
+
+
+def test_gradients_and_dtypes_do_not_matter() -> None:
+    trainer_BT = logprobs_BT(at_0_0=-2.0).to(torch.bfloat16).requires_grad_()
+    (worst,) = worst_tokens(trainer_BT, logprobs_BT().double(), MASK_BT, count=1)
+    assert (worst.sequence, worst.position, worst.trainer_logprob) == (0, 0, -2.0)
