@@ -103,6 +103,7 @@ def other(kind: str, init: str | None = "init_weights", **options: Any) -> Any:
     return getattr(peft, f"{kind}Config")(**{"target_modules": ["o_proj"], **begins, **options})
 
 
+OF_RANK = ("HRA", "LoHa", "LoKr", "Miss", "RandLora", "Shira", "Vera")
 KINDS = {
     "LoRA": lora(),
     "LoRA of all linears": lora(target_modules="all-linear"),
@@ -117,38 +118,29 @@ KINDS = {
     "OLoRA": lora(init_lora_weights="olora"),
     "AdaLoRA": other("AdaLora", None, total_step=10, init_r=4),
     "C3A": other("C3A", block_size=8),
-    "FourierFT": other("FourierFT", n_frequency=20),
-    "HRA": other("HRA", r=4),
+    **{kind: other(kind, r=4) for kind in OF_RANK},
+    **{kind: other(kind, n_frequency=20) for kind in ("FourierFT", "WaveFT")},
     "IA3": other("IA3", "init_ia3_weights", feedforward_modules=[]),
     "norms": other("LNTuning", None, target_modules=["input_layernorm"]),
-    "LoHa": other("LoHa", r=4),
-    "LoKr": other("LoKr", r=4),
-    "MiSS": other("Miss", r=4),
     "OFT": other("OFT", oft_block_size=4),
-    "RandLora": other("RandLora", r=4),
     "RoAd": other("Road", group_size=4),
-    "SHiRA": other("Shira", r=4),
     "tokens": other("TrainableTokens", None, target_modules=["embed_tokens"], token_indices=[1]),
     "VB-LoRA": other("VBLoRA", None, vector_length=4, num_vectors=8, topk=2, r=2),
-    "VeRA": other("Vera", r=4),
-    "WaveFT": other("WaveFT", n_frequency=20),
 }
 """Kinds that do not touch the head alone, or the embedding. BOFT would build a CUDA extension."""
+BOTH = ["embed_tokens", "lm_head"]
+PARTS = {"embedding": BOTH[:1], "head": BOTH[1:], "both": BOTH}
 ENDS = {
-    "head saved": lora(modules_to_save=["lm_head"]),
-    "embedding saved": lora(modules_to_save=["embed_tokens"]),
-    "both saved": lora(modules_to_save=["embed_tokens", "lm_head"]),
-    "LoRA of the head": lora(target_modules=["lm_head"]),
-    "LoRA of the embedding": lora(target_modules=["embed_tokens"]),
-    "LoRA of both": lora(target_modules=["embed_tokens", "lm_head"]),
-    "DoRA of the embedding": lora(target_modules=["embed_tokens"], use_dora=True),
+    **{f"{name} saved": lora(modules_to_save=part) for name, part in PARTS.items()},
+    **{f"LoRA of the {name}": lora(target_modules=part) for name, part in PARTS.items()},
+    "DoRA of the embedding": lora(target_modules=BOTH[:1], use_dora=True),
     "some tokens of both": lora(trainable_token_indices={"embed_tokens": [1], "lm_head": [2]}),
-    "nothing yet": LoraConfig(target_modules=["embed_tokens"]),
+    "nothing yet": LoraConfig(target_modules=BOTH[:1]),
 }
 """Kinds that make an embedding and a head that are tied two."""
 TIED = {
-    "embedding saved": lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
-    "LoRA of the embedding": lora(target_modules=["embed_tokens"], ensure_weight_tying=True),
+    "embedding saved": lora(modules_to_save=BOTH[:1], ensure_weight_tying=True),
+    "LoRA of the embedding": lora(target_modules=BOTH[:1], ensure_weight_tying=True),
     "some tokens": lora(trainable_token_indices=[1, 3], ensure_weight_tying=True),
 }
 OF_EXPERTS = {

@@ -189,28 +189,32 @@ def test_sampling_of_other_kinds_is_refused_before_there_is_an_engine(sampling: 
 
 
 NO_SECONDS = [0, -1, math.nan, math.inf, -math.inf, "10", True, [1.0], 10**400]
+NO_VERSIONS = [1.0, "1", True, -2, 2**63, [1], np.array([1])]
 
 
-@pytest.mark.parametrize("timeout", NO_SECONDS, ids=repr)
-def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
-    client = FakeEngine()
-    check_refused(lambda: rollout(client, [[5]], {}, timeout=timeout), "timeout")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("timeout", value) for value in NO_SECONDS),
+        *(("expected_version", value) for value in NO_VERSIONS),
+    ],
+    ids=repr,
+)
+def test_timeouts_and_versions_that_are_none_are_refused(name: str, value: Any) -> None:
+    client = FakeEngine(version=1)
+    check_refused(lambda: rollout(client, [[5]], {}, **{name: value}), name)
     assert not client.requests
-    check_refused(lambda: connect("http://127.0.0.1:9").control({}, timeout), "timeout")
+    if name == "timeout":
+        check_refused(lambda: connect("http://127.0.0.1:9").control({}, value), "timeout")
+    else:
+        with pytest.raises(ValueError, match="version is"):
+            ask(lambda: None, "a", None, value)
 
 
 def test_a_timeout_may_be_longer_than_a_selector_waits() -> None:
     engine = FakeEngine()
     with serve(engine, lambda request: (200, engine.reply(0, request))) as url:
         assert rollout(url, [[5]], {}, timeout=1e300).tokens == [[0]]
-
-
-@pytest.mark.parametrize("version", [1.0, "1", True, -2, 2**63, [1], np.array([1])], ids=repr)
-def test_a_version_that_is_none_is_refused(version: Any) -> None:
-    client = FakeEngine(version=1)
-    check_refused(lambda: rollout(client, [[5]], {}, expected_version=version), "expected_version")
-    with pytest.raises(ValueError, match="version is"):
-        ask(lambda: None, "a", None, version)
 
 
 @pytest.mark.parametrize("version", [np.int64(1), np.uint8(1), torch.tensor(1), np.array(1)])
