@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer_bridge.framework_names import NAMES
+from tests.trainer_bridge.test_metrics import NAMES
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs, policy_loss
 from trainer_bridge.correction.config import REJECTIONS
 

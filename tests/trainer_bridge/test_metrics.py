@@ -1,6 +1,7 @@
 """Mismatch metrics against NumPy loops that share no code with them, and the worst tokens."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer_bridge import correction_oracle as oracle
 from tests.trainer_bridge.correction_oracle import Rows, batches, log_ratios, mask_of, pad
-from tests.trainer_bridge.framework_names import NAMES
 from trainer_bridge import TokenMismatch, mismatch_metrics, worst_tokens
 from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.correction.config import REJECTIONS
@@ -181,6 +181,23 @@ def test_unusable_inputs_are_refused() -> None:
 
 # -- names, and when they are read from the GPU
 
+DOCS = Path(__file__).parents[2] / "docs" / "correction.md"
+FIRST = "| here | verl | slime | NeMo-RL | prime-rl | TRL |"
+
+
+def _names() -> dict[str, dict[str, str]]:
+    """Ours, then framework -> theirs, as the table of the docs has them; <option> is a rejection
+    such as seq_mean_k3."""
+    table = DOCS.read_text().rpartition(FIRST)[2].partition("\n\n")[0].splitlines()[2:]
+    rows = ([cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in table)
+    frameworks = FIRST.strip("| ").split(" | ")[1:]
+    return {
+        ours: {name: cell for name, cell in zip(frameworks, theirs, strict=True) if cell}
+        for ours, *theirs in rows
+    }
+
+
+NAMES = _names()
 EVERYTHING = CorrectionConfig(
     rollout_is_batch_normalize=True, rollout_rs=dict.fromkeys(REJECTIONS, 1.5), veto_threshold=0.5
 )
