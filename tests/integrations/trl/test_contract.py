@@ -11,6 +11,7 @@ from tests.engine import models
 from tests.integrations.trl import conftest
 from tests.integrations.trl.conftest import Make
 from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.test_fsdp import plain_engine
 from trainer_bridge.adapters.contract import CHANGING, check_refusals, check_resume, check_updates
 from trainer_bridge.adapters.trl import attach
@@ -23,7 +24,7 @@ class Engine(conftest.FakeEngine):
 
     def __init__(self, tensors: toy.Tensors) -> None:
         super().__init__()
-        self.engine = plain_engine(tensors)
+        self.engine = FakeEngine(plain_engine(tensors).ranks)
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = self.engine.control(message)
