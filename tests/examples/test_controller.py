@@ -23,14 +23,8 @@ def metrics(
     kl: float = 1e-4, ess: float = 0.9998, weights: float = 1.0, cut: float = 0.0, top: float = 9.0
 ) -> dict[str, float]:
     """``weights``: their effective sample size; ``cut``: of the ratios' mass."""
-    return {
-        "mismatch_kl_k3": kl,
-        "ess": ess,
-        "weight_ess": weights,
-        "ratio_mean": 1.0,
-        "weight_mean": 1 - cut,
-        "ratio_max": top,
-    }
+    found = {"mismatch_kl_k3": kl, "ess": ess, "weight_ess": weights, "ratio_max": top}
+    return found | {"ratio_mean": 1.0, "weight_mean": 1 - cut}
 
 
 FINE, TAIL = metrics(), metrics(kl=0.004, ess=0.6, weights=0.95)
@@ -69,9 +63,7 @@ def test_c_is_left_where_it_does_not_help() -> None:
     decision = feed(controller(fp8_kv=True), given)
     assert decision.config == CorrectionConfig() and len(decision.requests) == 1
     assert "--kv-cache-dtype bf16" in decision.reasons[0]
-
-
-def test_a_tail_with_much_mass_is_masked_at_once() -> None:
+    # a tail with much mass is masked at once
     decision = feed(controller(), TAIL | {"weight_mean": 0.94})
     assert decision.config.rollout_is_threshold == (0.5, 2.0) and not decision.requests
 
@@ -152,19 +144,15 @@ def test_it_goes_on_from_a_checkpoint() -> None:
         assert run(stop) == whole
 
 
-def test_another_patience_than_that_of_a_checkpoint() -> None:
-    saved = controller()
-    for given in (FINE, FINE):
-        saved.observe(given)
-    impatient = Controller(BUDGET, patience=1)
+def test_a_checkpoint_of_another_controller() -> None:
+    """One of another patience is taken, one of a config with more thresholds is not."""
+    saved, impatient = controller(), Controller(BUDGET, patience=1)
+    for _ in range(2):
+        saved.observe(FINE)
     impatient.load_state_dict(saved.state_dict())
     assert impatient.observe(TAIL) == Controller(BUDGET, patience=1).observe(TAIL)
-
-
-def test_a_checkpoint_of_a_config_with_more_thresholds_is_refused() -> None:
-    saved = controller()
+    saved, masked = controller(), CorrectionConfig("token", (0.5, 2.0))
     feed(saved, TAIL)
-    masked = CorrectionConfig("token", (0.5, 2.0))
     other = controller(config=masked)
     with pytest.raises(ValueError, match="config of that run"):
         other.load_state_dict(saved.state_dict())

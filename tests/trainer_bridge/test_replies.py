@@ -104,14 +104,6 @@ def test_parts_of_sglangs_own_types_are_read() -> None:
     assert (result.errors, result.logprobs[BROKEN]) == ({}, [-0.5, -1])
 
 
-def test_where_every_reply_is_malformed_the_rollout_says_so() -> None:
-    engine = FakeEngine()
-    engine.edit = lambda reply: reply.clear()
-    with pytest.raises(EngineError, match="reply 0 ") as raised:
-        rollout(engine, PROMPTS, {})
-    check_sentence(raised.value)
-
-
 def test_a_refusal_is_quoted_as_far_as_it_is_short() -> None:
     for message in (None, ["why"], "because " * 10_000):
         finish = {"type": "abort", "status_code": 503, "message": message}
@@ -155,8 +147,12 @@ def test_a_reply_that_breaks_the_contract_loses_one_sample(
 
 
 def test_where_every_reply_breaks_the_contract_the_options_are_wrong() -> None:
-    """A ValueError, as long as nothing else failed."""
+    """A ValueError, as long as nothing else failed, and none of the replies is malformed."""
     engine = FakeEngine()
+    engine.edit = lambda reply: reply.clear()
+    with pytest.raises(EngineError, match="reply 0 ") as raised:
+        rollout(engine, PROMPTS, {})
+    check_sentence(raised.value)
     engine.edit = lambda reply: reply["meta_info"].pop("policy_version")
     with pytest.raises(ValueError, match=r"reply 0 .*--quantization fp8rl"):
         rollout(engine, PROMPTS, {})
