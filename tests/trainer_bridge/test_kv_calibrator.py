@@ -63,19 +63,16 @@ def batch(
 
 def magnitudes(batches: list[Batch], heads: int) -> list[list[np.ndarray]]:
     """|x| of every element that counts, for K, V and each head."""
-    rows: list[list[np.ndarray]] = []
-    for x_name in ("k", "v"):
-        found: list[list[np.ndarray]] = [[] for _ in range(heads)]
+
+    def of(name: str, head: int) -> np.ndarray:
+        found = []
         for one in batches:
-            x = getattr(one, x_name).double().numpy()
-            counts = np.ones((x.shape[0], x.shape[2]), bool)
-            if one.mask is not None:
-                counts = one.mask.numpy().astype(bool)
-            for head, mine in enumerate(found):
-                kept = [x[b, head, t] for b, t in zip(*np.nonzero(counts), strict=True)]
-                mine.append(np.abs(np.concatenate(kept)))
-        rows.append([np.concatenate(head) for head in found])
-    return rows
+            x_BTD = getattr(one, name).double().numpy()[:, head]
+            counts_BT = ... if one.mask is None else one.mask.numpy().astype(bool)
+            found.append(np.abs(x_BTD[counts_BT]).ravel())
+        return np.concatenate(found)
+
+    return [[of(name, head) for head in range(heads)] for name in ("k", "v")]
 
 
 def edge_above(value: float) -> float:
