@@ -1,26 +1,34 @@
-"""The demo's arithmetic by hand, its start, and that it learns; test_demo.py runs all of it."""
+"""The demo's parts: its losses by hand, its start, its task, and a model that learns; test_demo.py
+runs all of it."""
 
 import math
+import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3ForCausalLM
 
 from examples.grpo import __main__ as command_line
 from examples.grpo import arithmetic, loop, tiny_model
+from examples.grpo.arithmetic import Problem, demonstrate, encode, make_problem, reward
+from tests.trainer_bridge import ranks
 from trainer_bridge import Rollout, response_logprobs
 from trainer_bridge.engines.engine_client import EngineError
 
 RIGHT, WRONG = "8,6,10,9\n", "8,10,14,13\n"
-SUM = arithmetic.Problem((3, 5, -2, 4, -1))
+SUM = Problem((3, 5, -2, 4, -1))
 
 
 def a_rollout(responses: list[str]) -> Rollout:
     """A rollout of SUM at version 3, each token of probability 1/2."""
-    tokens = [arithmetic.encode(response) for response in responses]
+    tokens = [encode(response) for response in responses]
     return Rollout(
-        prompt_tokens=[arithmetic.encode(SUM.prompt)] * len(tokens),
+        prompt_tokens=[encode(SUM.prompt)] * len(tokens),
         tokens=tokens,
         logprobs=[[math.log(0.5)] * len(row) for row in tokens],
         versions=[[3] * len(row) for row in tokens],
@@ -147,3 +155,118 @@ def test_torchrun_takes_one_rank_a_gpu(
 def test_prompts_that_ranks_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         started(monkeypatch, "--prompts", "3", gpus=0)
+
+
+# -- the task
+
+MANY = 2000
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("8,6,10,9\n", 1.0),
+        ("9\n", 1.0),  # only the last total counts
+        ("8,10,14,13\n", 0.0),  # added where the sum subtracts
+        ("8,6,10,9", 0.0),  # did not end
+        ("8,6,10,9\n\n", 0.0),
+        ("8,6,10,09\n", 0.0),
+        ("8,6,10,9,\n", 0.0),
+        ("\n", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_reward(response: str, expected: float) -> None:
+    assert reward(SUM, response) == expected
+
+
+def test_problems_stay_in_their_range() -> None:
+    rng = random.Random(0)
+    problems = [make_problem(rng) for _ in range(MANY)]
+    for problem in problems:
+        assert len(problem.terms) == arithmetic.TERMS
+        assert all(1 <= abs(term) <= arithmetic.LARGEST_TERM for term in problem.terms)
+        totals = [sum(problem.terms[: n + 1]) for n in range(arithmetic.TERMS)]
+        assert min(totals) >= 0
+        right = demonstrate(problem, rng, slip=0.0)
+        assert right == ",".join(map(str, totals[1:])) + "\n"
+        assert reward(problem, right) == 1.0
+        assert len(right) <= arithmetic.MAX_NEW_TOKENS
+    assert len(set(problems)) > MANY / 2  # not one problem again and again
+
+
+def test_teacher_slips_at_subtractions_only_and_as_often_as_stated() -> None:
+    rng = random.Random(0)
+    plus = Problem((1, 2, 3, 4, 5))
+    assert all(reward(plus, demonstrate(plus, rng)) for _ in range(100))
+    minus = Problem((5, 1, 1, 1, -2))
+    right = sum(reward(minus, demonstrate(minus, rng)) for _ in range(MANY)) / MANY
+    # Seeded: 0.606 was measured; the standard error is 0.011.
+    assert abs(right - (1 - arithmetic.SLIP)) < 0.04
+    assert demonstrate(minus, rng, slip=1.0) == "6,7,8,10\n"
+
+
+def test_problems_repeat_by_seed_and_responses_are_scored_by_problem() -> None:
+    problems = arithmetic.draw_problems(8, "0 step 3")
+    assert arithmetic.draw_problems(8, "0 step 3") == problems
+    assert arithmetic.draw_problems(8, "0 step 4") != problems
+    other = Problem((1, 1, 1, 1, 9))  # for which 13 is right
+    responses = [encode(text) for text in ("8,6,10,9\n", "8,10,14,13\n") * 2]
+    assert arithmetic.score([SUM, other], responses) == [1.0, 0.0, 0.0, 1.0]
+
+
+# -- the model
+
+STEPS = 6
+COLLECTIVE_TIMEOUT_S = 30.0
+
+
+@pytest.mark.parametrize("size", tiny_model.SIZES)
+def test_dimensions_suit_block_fp8(size: str) -> None:
+    with torch.device("meta"):
+        model = tiny_model.build_model(seed=0, size=size)
+    for name, weight in model.named_parameters():
+        if "_proj" in name:
+            assert all(size % 128 == 0 for size in weight.shape), name
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_pretraining_learns_and_repeats_by_seed(tmp_path: Path) -> None:
+    def train(seed: int) -> tuple[Qwen3ForCausalLM, list[float]]:
+        model = tiny_model.build_model(seed)
+        tiny_model.shard(model)
+        return model, [loss for _, loss in tiny_model.pretrain(model, seed, STEPS)]
+
+    (model, losses), (_, again), (_, other) = train(0), train(0), train(1)
+    assert losses == again
+    assert losses != other
+    assert losses[-1] < losses[0] - 0.5  # 5.06 to 3.05 was measured
+
+    tiny_model.save_checkpoint(model, tmp_path)
+    saved = Qwen3ForCausalLM.from_pretrained(tmp_path)
+    assert saved.dtype == torch.bfloat16
+    assert saved.config.eos_token_id == arithmetic.END_TOKEN
+    for name, weight in saved.named_parameters():
+        master = model.get_parameter(name).full_tensor()
+        assert master.dtype == torch.float32
+        assert torch.equal(weight, master.to(torch.bfloat16)), name
+
+
+def _two_ranks(rank: int, folder: Path) -> None:
+    """The gradient of unevenly shared tokens is that of their common mean."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    fully_shard(layer)
+    x_BT = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[10.0, 99.0, 99.0]])][rank]
+    mask_BT = torch.tensor([[True, True, True], [True, False, False]])[[rank]]
+    loss = tiny_model.global_mean(layer(x_BT[..., None])[..., 0], mask_BT)
+    loss.backward()
+    gradient = layer.weight.grad
+    assert isinstance(gradient, DTensor)
+    # A mean of the ranks' means would be 6.
+    assert gradient.full_tensor().item() == (1 + 2 + 3 + 10) / 4
+
+
+@pytest.mark.timeout(ranks.JOIN_S + 30)
+def test_global_mean_weighs_tokens_the_same_on_uneven_ranks(tmp_path: Path) -> None:
+    ranks.run(_two_ranks, tmp_path, 2, COLLECTIVE_TIMEOUT_S)

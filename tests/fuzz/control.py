@@ -40,21 +40,9 @@ BEGIN = {
     "retry": False,
     "engines": 2,
 }
+OPS = "layout status layers tensors digest code_sums kv kv_observe end"
 SEEDS = (
-    *(
-        {"op": op}
-        for op in (
-            "layout",
-            "status",
-            "layers",
-            "tensors",
-            "digest",
-            "code_sums",
-            "kv",
-            "kv_observe",
-            "end",
-        )
-    ),
+    *({"op": op} for op in OPS.split()),
     *(BEGIN, {**BEGIN, "manifest": MANIFEST.to_json()}),
     {"op": "export_layout", "manifest": MANIFEST.to_json()},
     {"op": "export", "folder": "an empty folder"},

@@ -2,21 +2,11 @@
 
 from types import ModuleType
 
-from tests.fuzz import (
-    chains,
-    control,
-    frames,
-    http_replies,
-    manifests,
-    memory,
-    relay,
-    replies,
-    trainer,
-)
+from tests.fuzz import chains, control, frames, http_replies, memory, relay, replies, trainer
 
 # control first: it imports SGLang, whose platform must be resolved before our modules are loaded
 GROUPS: tuple[ModuleType, ...] = (
-    *(control, manifests, frames, memory),
+    *(control, frames, memory),
     *(trainer, http_replies, replies, relay, chains),
 )
 SHARES = 23

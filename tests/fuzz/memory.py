@@ -23,6 +23,7 @@ from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory, SharedMemoryE
 from tests.fuzz.decoder import Decoder, parse, to_frames
 from tests.fuzz.frames import arrived
 from tests.sgl_fp8rl.receiver import toy
+from tests.trainer_bridge.test_fsdp import plain_engine
 
 HALF = 256
 """Bytes of a chunk: one of the two tensors."""
@@ -129,13 +130,7 @@ def decode_stream(
 
 def engine() -> EngineWeights:
     """A rank with two vectors, each a chunk."""
-
-    def load(model: toy.Model, weights: toy.Weights) -> None:
-        for name, weight in weights:
-            model.data(name).copy_(weight)
-
-    storage = {name: torch.zeros(shape, dtype=toy.BF16) for name, shape in SHAPES.items()}
-    return toy.engine(toy.Model(storage, load), SHAPES)
+    return plain_engine({name: torch.zeros(shape) for name, shape in SHAPES.items()}).ranks[0]
 
 
 @contextmanager

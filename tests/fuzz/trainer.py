@@ -15,9 +15,9 @@ import torch
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
-from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from tests.fuzz.decoder import Decoder, parse, to_frames
+from tests.trainer_bridge import fake_rank
 from trainer_bridge.engines import engine_client
 from trainer_bridge.engines.engine_client import EngineError, HTTPEngine
 from trainer_bridge.session.kept import EngineConnection
@@ -31,21 +31,9 @@ from trainer_bridge.ways.sender import Sender
 TIMEOUT_S = 10.0
 NAMED = [("w", torch.zeros(256, 128, dtype=torch.bfloat16)), ("n", torch.zeros(64))]
 LAYOUT: dict[str, Any] = {
-    "bucket_bytes": 1 << 20,
-    "logprobs": {"raw": False},
-    "dtype": "bfloat16",
-    "fp32": ["n"],
-    "skipped": [],
-    "tied": None,
-    "formats": {"block-fp8": ["w"]},
-    "gpus": [],
-    "visible_gpus": [],
-    "place": here(),
-    "kv_cache": {"layers": 2, "kv_heads": 1},
-    "routed_experts": None,
-    "version": 3,
-    "state": "serving",
-    "reason": "",
+    **fake_rank.LAYOUT,
+    **{"fp32": ["n"], "formats": {"block-fp8": ["w"]}, "kv_cache": {"layers": 2, "kv_heads": 1}},
+    **{"logprobs": {"raw": False}, "routed_experts": None, "version": 3, "reason": ""},
 }
 REPLIES = (
     [{"ok": True, "known": ["bucket"]}, {"ok": True, "gpu_seconds": 0.5}, {"ok": True}],
@@ -121,24 +109,13 @@ def decoders() -> Iterator[list[Decoder]]:
         layout_errors = framing.FramingError, EngineError, ManifestError
         refused = (EngineError,)
         errors = {"error": "requests were still running"}, {"error": {"message": "SGLang's own"}}
+        replied = partial(decode_replies, listener, patch)
+        http, failed = (partial(decode_http, patch, status) for status in (200, 400))
+        told = {"relays": True, "reports": True}
         yield [
-            Decoder(
-                "rank replies",
-                REPLIES,
-                partial(decode_replies, listener, patch),
-                (EngineError,),
-                to_frames,
-                relays=True,
-            ),
+            Decoder("rank replies", REPLIES, replied, refused, to_frames, relays=True),
             Decoder("layout", (LAYOUT,), decode_layout, layout_errors),
             Decoder("tensors", (TENSORS,), decode_tensors, layout_errors),
-            Decoder("HTTP reply", (LAYOUT,), partial(decode_http, patch, 200), refused),
-            Decoder(
-                "HTTP error",
-                errors,
-                partial(decode_http, patch, 400),
-                refused,
-                relays=True,
-                reports=True,
-            ),
+            Decoder("HTTP reply", (LAYOUT,), http, refused),
+            Decoder("HTTP error", errors, failed, refused, **told),
         ]

@@ -154,11 +154,8 @@ def paused(soak: Soak, choose: random.Random) -> None:
 def released(soak: Soak, choose: random.Random) -> None:
     """The weights' memory is released, which waits for the requests in flight, and resumed.
 
-    There is memory at the resume, always: a fault "out of memory at resume" leaves no engine to
-    judge. torch_memory_saver 0.0.10 prints the CUDA error and ends the process, which raises
-    nothing, so the whole server ends. On a CPU nothing is unmapped, so nothing can be lacking:
-    SGLang's memory saver does nothing there. What holds where a resume raises, which SGLang logs
-    and ends the engine over, is tested in ``tests/sgl_fp8rl/engine/test_memory_saver.py``.
+    There is memory at the resume, always: without it the server ends, and there is none to judge.
+    ``tests/sgl_fp8rl/engine/test_memory_saver.py`` has what holds where a resume raises.
     """
     tags = choose.sample(TAGS, choose.randint(1, 3))
     tags = tags if "weights" in tags else [*tags, "weights"]
@@ -198,11 +195,8 @@ FAULTS: dict[str, Fault] = {
 
 
 def impossible() -> list[str]:
-    """The kinds that this device or this SGLang cannot have.
-
-    On a CPU SGLang has no memory to release: ``released`` goes through its states only, and 0.5.23
-    ends itself, because it synchronizes a GPU where torch was built for one.
-    """
+    """The kinds that this device or this SGLang cannot have: 0.5.23 ends itself at a release on a
+    CPU, because it synchronizes a GPU where torch was built for one."""
     try:
         torch.get_device_module().synchronize()
     except RuntimeError:

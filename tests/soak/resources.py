@@ -25,24 +25,14 @@ BOUNDS: dict[str, float] = {
     "trainer shared segments": 0,
     "GPU MiB": 64,
 }
-"""Growth from the median of the second quarter of all samples to that of the last one.
-
-Descriptors come and go with requests: medians of 86 samples differ by 1, of 31 samples by 4. RSS of
-the engine grew by 10 MiB in 86 updates and 39,000 tokens. Torch takes GPU memory in pieces of 2 and
-20 MiB, some of them late; the weights of one update are 1.6 GiB.
+"""Growth from the median of the second quarter of all samples to that of the last one. Descriptors
+come and go with requests, and torch takes GPU memory in pieces of 2 and 20 MiB, some of them late.
 """
 NEVER_MORE = [name for name, bound in BOUNDS.items() if bound == 0]
 SLOPES: dict[str, float] = {"engine RSS MiB": 64, "trainer RSS MiB": 64}
-"""KiB an update over the last half of all samples, fitted by least squares.
-
-A matrix of the tiny model that stays behind at each update is 128 KiB of BF16 or more. What grew in
-210 updates on a CPU with 0.5.17, by ``mallinfo2`` in each process, with Python's blocks constant:
-
-- the scheduler's memory in use, by 20 MiB: oneDNN keeps 0.5 MiB of kernels for each number of
-  tokens that a BF16 layer has seen (``ONEDNN_VERBOSE=profile_create`` names each). It had not ended
-  after 1,000 updates, so the soak bounds these caches (``settings.py``).
-- the trainer's free memory in glibc's heap, by 30 MiB, in steps: ``malloc_trim`` returns it, and
-  what is in use grew by 1 MiB.
+"""KiB an update over the last half of all samples, fitted by least squares: a matrix of the tiny
+model that stays behind at each update is 128 KiB of BF16 or more. oneDNN's kernels grow the engine
+unless they are bounded (``settings.py``), and the trainer's heap keeps free memory.
 """
 LEAST_UPDATES = 500
 """Of a run whose slope is bounded; a shorter one warms up."""
@@ -61,17 +51,17 @@ def sample(root: int, folder: Path, device: str, updates: int) -> Sample:
     found: Sample = {
         "updates": updates,
         "engine RSS MiB": sum(map(_rss_mib, engine)),
-        "engine descriptors": sum(len(_descriptors(pid)) for pid in engine),
+        "engine descriptors": sum(len(_entries(pid, "fd")) for pid in engine),
         "engine threads": sum(len(_entries(pid, "task")) for pid in engine),
         "engine regions": sum(len(_regions(pid)) for pid in engine),
         "engine shared segments": len(set().union(*map(_shared, engine))),
         "engine temporary files": sum(1 for _ in folder.rglob("*")),
     }
     here = os.getpid()
-    gc.collect()  # a failed update can leave a reference cycle, which is garbage and not growth
+    gc.collect()  # a failed update can leave a reference cycle, which is no growth
     found |= {
         "trainer RSS MiB": _rss_mib(here),
-        "trainer descriptors": len(_descriptors(here)),
+        "trainer descriptors": len(_entries(here, "fd")),
         "trainer threads": len(_entries(here, "task")),
         "trainer shared segments": len(_shared(here)),
     }
@@ -148,16 +138,6 @@ def _text(path: Path) -> str:
 def _rss_mib(pid: int) -> float:
     lines = _text(Path(f"/proc/{pid}/status")).splitlines()
     return sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))
-
-
-def _descriptors(pid: int) -> list[str]:
-    links = []
-    for name in _entries(pid, "fd"):
-        try:
-            links.append(os.readlink(f"/proc/{pid}/fd/{name}"))  # noqa: PTH115
-        except OSError:
-            continue
-    return links
 
 
 def _regions(pid: int) -> list[str]:

@@ -13,10 +13,8 @@ SHARPNESS = 6.0
 """Of the logits: so large that a token of one policy is improbable under another."""
 
 SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
-"""oneDNN keeps up to 1,024 kernels, torch's layer over it as many: one for each number of tokens,
-so memory grows over more than 1,000 updates. Over the last 200 of 400 the engine grew by 65 KiB an
-update with them as they are, by 0.7 with these.
-"""
+"""oneDNN and torch's layer over it keep 1,024 kernels each, one for each number of tokens: memory
+grows over more than 1,000 updates, by 65 KiB an update; with these by 0.7."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +26,10 @@ class Setting:
     start: Callable[[Path, Path, dict[str, str], float], Server]
     """Log, checkpoint, environment, seconds of silence -> a server."""
     token_bound: float
-    """Of |logprob of the engine - of the reference|, for one token.
-
-    Measured on a CPU: at most 2.2 of 39,000 tokens, 0.16 on average. The version before is 18 from
-    them on average, and more than 3 from 98.9% of them. On an H200, with more layers: 2.8 of
-    50,000, 0.29 on average, 22 from the version before.
-    """
+    """Of |logprob of the engine - of the reference|, for one token. Measured on a CPU (on an H200,
+    with more layers): at most 2.2 (2.8), 0.16 (0.29) on average; of the version before 18 (22)."""
     segment_bound: float
-    """Of the same, the mean over the tokens of one version in one sequence.
-
-    Measured: 0.42, and 0.72 on an H200.
-    """
+    """Of the mean over the tokens of one version in one sequence. Measured: 0.42 (0.72)."""
     policies: int = 4
 
 

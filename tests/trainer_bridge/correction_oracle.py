@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from trainer_bridge.rollouts.rollout import Rollout
+
 Rows = list[list[float]]
 BOUND = 20.0
 
@@ -149,6 +151,17 @@ def pad(rows: Any, fill: float = 0.0, dtype: torch.dtype = torch.float32) -> tor
     width = max((len(row) for row in rows), default=0)
     padded = [[*row, *[fill] * (width - len(row))] for row in rows]
     return torch.tensor(padded, dtype=dtype).reshape(len(padded), width)
+
+
+def rollout_of(logprobs: Rows, versions: list[list[int]] | None = None) -> Rollout:
+    return Rollout(
+        prompt_tokens=[[1]] * len(logprobs),
+        tokens=[[7] * len(row) for row in logprobs],
+        logprobs=logprobs,
+        versions=versions or [[0] * len(row) for row in logprobs],
+        finish_reasons=["stop"] * len(logprobs),
+        temperature=1.0,
+    )
 
 
 def mask_of(rows: Rows) -> torch.Tensor:

@@ -11,11 +11,17 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory
 
 JOIN_S = 20.0
 TOKEN = "the session's token"
 DONE = {"ok": True, "gpu_seconds": None}
+LAYOUT: dict[str, Any] = {
+    **{"dtype": "bfloat16", "bucket_bytes": 1 << 20, "state": "serving", "place": here()},
+    **{"fp32": [], "skipped": [], "tied": None, "formats": {}, "gpus": [], "visible_gpus": []},
+}
+"""An engine's answer to a control message of that name."""
 Answer = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 

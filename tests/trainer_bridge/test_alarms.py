@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from trainer_bridge import Alarm, check_alarms
 from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.metrics import alarms as module
 from trainer_bridge.metrics import mismatch_metrics
-from trainer_bridge.metrics.alarms import announce
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 HEALTHY = {
@@ -57,11 +55,37 @@ def test_each_metric_alone_can_fire() -> None:
     assert tried == set(module.ADVICE)
 
 
-def test_a_sure_policy_may_differ_by_less_than_an_undecided_one() -> None:
-    assert names(mismatch_kl_k3=0.004, rollout_nll=0.03) == ["mismatch_kl_k3"]
-    assert names(mismatch_kl_k3=0.09, rollout_nll=2.0) == []
-    assert names(mismatch_kl_k3=0.11, rollout_nll=2.0) == ["mismatch_kl_k3"]
-    assert names(mismatch_kl_k3=9e-4, rollout_nll=0.0) == []  # greedy, or sure of everything
+def of_version(number: int, **metrics: float) -> dict[str, float]:
+    return {f"version_{number}/{name}": value for name, value in metrics.items()}
+
+
+KL, KL_OF_3 = "mismatch_kl_k3", "version_3/mismatch_kl_k3"
+FAR_3 = {"mismatch_kl_k3": 0.2, "chi2_token": 0.0, "tokens": 5000.0, "ratio_mean": 0.99}
+
+
+@pytest.mark.parametrize(
+    ("changed", "fired"),
+    [
+        # a sure policy may differ by less than an undecided one, and one without entropy by a bit
+        ({KL: 0.004, "rollout_nll": 0.03}, [KL]),
+        ({KL: 0.09, "rollout_nll": 2.0}, []),
+        ({KL: 0.11, "rollout_nll": 2.0}, [KL]),
+        ({KL: 9e-4, "rollout_nll": 0.0}, []),
+        # a version is held against its own entropy
+        (of_version(3, tokens=600.0, mismatch_kl_k3=0.01, rollout_nll=0.3), []),
+        (of_version(3, tokens=600.0, mismatch_kl_k3=0.01, rollout_nll=0.1), [KL_OF_3]),
+        # ratios below one are put down to policies that are far apart
+        ({KL: 0.016, "ratio_mean": 0.99}, [KL]),
+        ({KL: 0.016, "ratio_mean": 1.01}, [KL, "ratio_mean"]),
+        (of_version(3, **FAR_3), [KL_OF_3]),
+        (of_version(3, **FAR_3) | {"ratio_mean": 0.99}, ["ratio_mean", KL_OF_3]),
+        # few tokens are not judged
+        ({"ess": 0.1, KL: 9.0, "tokens": 511.0}, []),
+        ({"ess": 0.1, KL: 9.0, "tokens": 512.0}, [KL, "ess"]),
+    ],
+)
+def test_what_fires(changed: dict[str, float], fired: list[str]) -> None:
+    assert names(**changed) == fired
 
 
 def test_the_entropy_is_by_token_as_the_kl_is() -> None:
@@ -83,12 +107,6 @@ def test_the_entropy_is_by_token_as_the_kl_is() -> None:
     assert alarm.threshold == pytest.approx(module.KL_OF_ENTROPY * entropy)
 
 
-def test_a_version_is_held_against_its_own_entropy() -> None:
-    version = {"version_3/tokens": 600.0, "version_3/mismatch_kl_k3": 0.01}
-    assert names(**version, **{"version_3/rollout_nll": 0.3}) == []
-    assert names(**version, **{"version_3/rollout_nll": 0.1}) == ["version_3/mismatch_kl_k3"]
-
-
 def test_a_mean_ratio_is_held_against_its_own_error() -> None:
     wide = {"chi2_token": 0.5, "tokens": 1000.0}  # the standard error is 0.008 to 0.03
     for near, far in ((0.95, 0.8), (1.05, 1.2)):
@@ -98,16 +116,6 @@ def test_a_mean_ratio_is_held_against_its_own_error() -> None:
         (alarm,) = check_alarms(HEALTHY | wide | {"ratio_mean": far})
         error = math.sqrt((1.5 - far**2) / 1000)
         assert alarm.threshold == pytest.approx(1 + math.copysign(6 * error, far - 1))
-
-
-def test_ratios_below_one_are_put_down_to_policies_that_are_far_apart() -> None:
-    far = {"mismatch_kl_k3": 0.016}
-    assert names(ratio_mean=0.99, **far) == ["mismatch_kl_k3"]
-    assert names(ratio_mean=1.01, **far) == ["mismatch_kl_k3", "ratio_mean"]
-    version = {"version_3/mismatch_kl_k3": 0.2, "version_3/chi2_token": 0.0}
-    version |= {"version_3/tokens": 5000.0, "version_3/ratio_mean": 0.99}
-    assert names(**version) == ["version_3/mismatch_kl_k3"]
-    assert names(**version, ratio_mean=0.99) == ["ratio_mean", "version_3/mismatch_kl_k3"]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.06])
@@ -134,28 +142,14 @@ def test_a_tail_that_was_not_sampled(spread: float) -> None:
         assert sum(fired == {"ratio_mean"} for fired in told) > 40
 
 
-def test_few_tokens_are_not_judged_and_versions_are_judged_apart() -> None:
-    sick = {"ess": 0.1, "mismatch_kl_k3": 9.0}
-    assert names(tokens=511.0, **sick) == []
-    both = ["mismatch_kl_k3", "ess"]
-    assert names(tokens=512.0, **sick) == both
-    versions = {f"version_-1/{name}": value for name, value in sick.items()}
-    versions |= {"version_7/ess": 0.99, "position_16/ess": 0.1}
-    assert names(**versions, **{"version_-1/tokens": 511.0}) == []
-    shown = check_alarms(HEALTHY | versions | {"version_-1/tokens": 512.0})
-    assert [alarm.metric for alarm in shown] == [f"version_-1/{name}" for name in both]
-    assert [alarm.name for alarm in shown] == both
+def test_versions_are_judged_apart() -> None:
+    sick = of_version(-1, ess=0.1, mismatch_kl_k3=9.0) | {"version_7/ess": 0.99}
+    sick |= {"position_16/ess": 0.1}
+    assert names(**sick, **{"version_-1/tokens": 511.0}) == []
+    shown = check_alarms(HEALTHY | sick | {"version_-1/tokens": 512.0})
+    assert [alarm.metric for alarm in shown] == [f"version_-1/{name}" for name in (KL, "ess")]
+    assert [alarm.name for alarm in shown] == [KL, "ess"]
     assert shown[1].message.startswith("ess of policy version -1 is 0.1, below 0.8: ")
-
-
-def test_metrics_that_are_absent_have_no_alarm() -> None:
-    assert check_alarms({}) == ()
-    for name in HEALTHY:
-        assert check_alarms({k: v for k, v in HEALTHY.items() if k != name}) == ()
-    assert [alarm.metric for alarm in check_alarms({"ess": 0.5, "mismatch_kl_k3": 0.2})] == [
-        "mismatch_kl_k3",
-        "ess",
-    ]
 
 
 def test_correct_fills_them_and_logs_the_first(
@@ -181,20 +175,6 @@ def test_correct_fills_them_and_logs_the_first(
     assert "masked_fraction" in fired and "ratio_mean" not in fired
     logged = [record.getMessage().partition(" ")[0] for record in caplog.records]
     assert len(logged) == len(set(logged)) == len({alarm.name for alarm in sick.alarms})
-
-
-def test_alarms_of_a_framework_name_nothing_of_corrections(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Users of TRL and verl see these four, and have neither a Correction nor its options."""
-    monkeypatch.setattr(module, "_announced", set())
-    metrics = {"mismatch_kl_k3": 1.0, "token_mult_prob_error": 9.0, "ess": 0.1, "ratio_mean": 2.0}
-    with caplog.at_level(logging.WARNING, module.__name__):
-        announce(check_alarms(metrics))
-    assert len(caplog.records) == 4
-    ours = ["Correction", "correction.", *(field.name for field in fields(CorrectionConfig))]
-    for record in caplog.records:
-        assert not [name for name in ours if name in record.getMessage()]
 
 
 @pytest.mark.parametrize("file", ["grpo.jsonl", "grpo_gpu.jsonl"])

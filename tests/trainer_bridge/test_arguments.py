@@ -25,14 +25,9 @@ from trainer_bridge.updates.update import ask
 
 ROWS = [[1, 2], [3, 4]]
 BATCHES: list[Any] = [
-    ROWS,
-    ((1, 2), (3, 4)),
-    [range(1, 3), range(3, 5)],
-    np.array(ROWS),
-    np.array(ROWS, np.uint8),
-    np.array([[1, 2], None], object),
-    torch.tensor(ROWS),
-    torch.tensor(ROWS, dtype=torch.int32),
+    *(ROWS, ((1, 2), (3, 4)), [range(1, 3), range(3, 5)]),
+    *(np.array(ROWS), np.array(ROWS, np.uint8), np.array([[1, 2], None], object)),
+    *(torch.tensor(ROWS), torch.tensor(ROWS, dtype=torch.int32)),
     [np.array(row) for row in ROWS],
     tuple(torch.tensor(row) for row in ROWS),
     [list(torch.tensor(row)) for row in ROWS],
@@ -69,42 +64,16 @@ class Encoding(UserDict[str, Any]):
 
 
 NO_ROWS: list[Any] = [
-    "hello",
-    b"hi",
-    None,
-    5,
-    {"input_ids": ROWS},
-    Encoding(input_ids=ROWS),
-    {1, 2},
-    iter(ROWS),
-    np.array(5),
-    torch.tensor(5),
+    *("hello", b"hi", None, 5, {"input_ids": ROWS}, Encoding(input_ids=ROWS), {1, 2}, iter(ROWS)),
+    *(np.array(5), torch.tensor(5)),
 ]
 NO_ROW: list[Any] = [
-    "12",
-    b"hi",
-    bytearray(b"hi"),
-    memoryview(b"hi"),
-    5,
-    None,
-    ["1", "2"],
-    [b"1"],
-    [1.0],
-    [1.9],
-    [True],
-    [1, None],
-    [[1, 2]],
-    {"input_ids": [1]},
-    Encoding(input_ids=[1]),
-    {"role": "user", "content": "hi"},
-    [{"role": "user", "content": "hi"}],
-    np.array([1.0]),
-    np.array([True]),
-    np.array(ROWS),
-    torch.tensor([1.0]),
-    torch.tensor([True]),
-    [torch.tensor(1.5)],
-    [np.bool_(True)],
+    *("12", b"hi", bytearray(b"hi"), memoryview(b"hi"), 5, None),
+    *(["1", "2"], [b"1"], [1.0], [1.9], [True], [1, None], [[1, 2]], [2**64]),
+    *({"input_ids": [1]}, Encoding(input_ids=[1])),
+    *({"role": "user", "content": "hi"}, [{"role": "user", "content": "hi"}]),
+    *(make(row) for make in (np.array, torch.tensor) for row in ([1.0], [True])),
+    *(np.array(ROWS), [torch.tensor(1.5)], [np.bool_(True)]),
 ]
 
 
@@ -134,30 +103,40 @@ def test_what_is_not_token_ids_is_refused(batch: Any) -> None:
     assert not client.requests
 
 
+@pytest.mark.parametrize("prompts", [[], ["a", [5]], [[5], "a"]], ids=str)
+def test_prompts_are_of_one_kind(prompts: Any) -> None:
+    with pytest.raises(ValueError, match="rollout: prompts"):
+        rollout(FakeEngine(), prompts, {})
+
+
 def test_a_long_row_is_quoted_in_part() -> None:
     check_refused(lambda: token_ids("row 3", np.arange(1e5)), "row 3 is array(", "...")
     check_refused(lambda: token_ids("row 3", ["1"] * 10**6), "row 3 is [", "...")
+    check_refused(lambda: token_ids("row", memoryview(array.array("i", [1, 2]))), "row is")
+
+
+SENT: dict[str, tuple[Any, Any]] = {
+    "temperature": (np.float32(0.5), 0.5),
+    "max_new_tokens": (torch.tensor(4), 4),
+    "stop": (np.array(["a", "b"]), ["a", "b"]),
+    "stop_token_ids": (torch.tensor([1, 2]), [1, 2]),
+    "stop_regex": (("a+",), ["a+"]),
+    "ignore_eos": (np.bool_(True), True),
+    "no_stop_trim": (1, True),
+    "top_p": (np.float64(1.0), 1.0),
+    "top_k": (torch.tensor(-1), -1),
+}
+"""What is given, and what is sent."""
 
 
 def test_values_of_numpy_and_torch_are_sent_as_json() -> None:
     """Over HTTP, and as Python's own in this process."""
-    sampling = {
-        "n": np.int64(2),
-        "temperature": np.float32(0.5),
-        "max_new_tokens": torch.tensor(4),
-        "stop": np.array(["a", "b"]),
-        "stop_token_ids": torch.tensor([1, 2]),
-        "stop_regex": ("a+",),
-        "ignore_eos": np.bool_(True),
-        "no_stop_trim": 1,
-        "sampling_seed": np.uint8(7),
-        "top_p": np.float64(1.0),
-        "top_k": torch.tensor(-1),
-    }
+    sampling = {name: given for name, (given, _) in SENT.items()}
+    sampling |= {"n": np.int64(2), "sampling_seed": np.uint8(7)}
     engine, found = FakeEngine(), []
 
     def answer(request: Reply) -> tuple[int, Any]:
-        found.append(request)
+        found.append(request["sampling_params"])
         return 200, engine.reply(0, request)
 
     with serve(engine, answer) as url:
@@ -165,20 +144,10 @@ def test_values_of_numpy_and_torch_are_sent_as_json() -> None:
             url, torch.tensor([[5]]), sampling, expected_version=np.int64(3), timeout=np.float32(50)
         )
     assert (len(result.tokens), result.temperature) == (2, 0.5)
-    assert sorted(request["sampling_params"]["sampling_seed"] for request in found) == [7, 8]
-    wanted = {
-        "temperature": 0.5,
-        "max_new_tokens": 4,
-        "stop": ["a", "b"],
-        "stop_token_ids": [1, 2],
-        "stop_regex": ["a+"],
-        "ignore_eos": True,
-        "no_stop_trim": True,
-        "top_p": 1.0,
-        "top_k": -1,
+    assert sorted(sent["sampling_seed"] for sent in found) == [7, 8]
+    assert {name: found[0][name] for name in SENT} == {
+        name: sent for name, (_, sent) in SENT.items()
     }
-    sent = found[0]["sampling_params"]
-    assert {name: sent[name] for name in wanted} == wanted
 
 
 def test_sets_and_missing_stop_tokens_are_sent_as_sglang_reads_them() -> None:
@@ -202,9 +171,8 @@ NO_SAMPLING: list[Any] = [
     *({"sampling_seed": seed} for seed in (1.5, "1", True, 2**63, [1], math.nan)),
     *({"ignore_eos": flag} for flag in ("false", "True", 2, 1.5, [True])),
     *({"top_p": p} for p in ("1", [1.0], np.array([1.0, 1.0]), math.nan)),
-    {"skip_special_tokens": "no"},
+    *({f"{name}_special_tokens": "no"} for name in ("skip", "spaces_between")),
     {"no_stop_trim": "yes"},
-    {"spaces_between_special_tokens": "yes"},
     {1: 2, "best_of": 3},
 ]
 
@@ -221,28 +189,32 @@ def test_sampling_of_other_kinds_is_refused_before_there_is_an_engine(sampling: 
 
 
 NO_SECONDS = [0, -1, math.nan, math.inf, -math.inf, "10", True, [1.0], 10**400]
+NO_VERSIONS = [1.0, "1", True, -2, 2**63, [1], np.array([1])]
 
 
-@pytest.mark.parametrize("timeout", NO_SECONDS, ids=repr)
-def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
-    client = FakeEngine()
-    check_refused(lambda: rollout(client, [[5]], {}, timeout=timeout), "timeout")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("timeout", value) for value in NO_SECONDS),
+        *(("expected_version", value) for value in NO_VERSIONS),
+    ],
+    ids=repr,
+)
+def test_timeouts_and_versions_that_are_none_are_refused(name: str, value: Any) -> None:
+    client = FakeEngine(version=1)
+    check_refused(lambda: rollout(client, [[5]], {}, **{name: value}), name)
     assert not client.requests
-    check_refused(lambda: connect("http://127.0.0.1:9").control({}, timeout), "timeout")
+    if name == "timeout":
+        check_refused(lambda: connect("http://127.0.0.1:9").control({}, value), "timeout")
+    else:
+        with pytest.raises(ValueError, match="version is"):
+            ask(lambda: None, "a", None, value)
 
 
 def test_a_timeout_may_be_longer_than_a_selector_waits() -> None:
     engine = FakeEngine()
     with serve(engine, lambda request: (200, engine.reply(0, request))) as url:
         assert rollout(url, [[5]], {}, timeout=1e300).tokens == [[0]]
-
-
-@pytest.mark.parametrize("version", [1.0, "1", True, -2, 2**63, [1], np.array([1])], ids=repr)
-def test_a_version_that_is_none_is_refused(version: Any) -> None:
-    client = FakeEngine(version=1)
-    check_refused(lambda: rollout(client, [[5]], {}, expected_version=version), "expected_version")
-    with pytest.raises(ValueError, match="version is"):
-        ask(lambda: None, "a", None, version)
 
 
 @pytest.mark.parametrize("version", [np.int64(1), np.uint8(1), torch.tensor(1), np.array(1)])
@@ -281,7 +253,3 @@ def test_numbers_of_a_chain(value: Any, tmp_path: Any) -> None:
     if value != 1.5:
         with pytest.raises(ChainError, match="poll_s is"):
             follow(tmp_path, [], poll_s=value)
-
-
-def test_arrays_of_bytes_are_no_token_ids() -> None:
-    check_refused(lambda: token_ids("row", memoryview(array.array("i", [1, 2]))), "row is")

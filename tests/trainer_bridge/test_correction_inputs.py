@@ -5,18 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trainer_bridge.correction_oracle import rollout_of
 from trainer_bridge import Correction, correct, mismatch_metrics, policy_loss, worst_tokens
 from trainer_bridge.correction import PRESETS, correct_logprobs
-from trainer_bridge.rollouts.rollout import Rollout
 
 Shape = tuple[int, ...]
-WHOLE = (4, 6)
 OLD, WEIGHTS, MASK = "old_logprobs_BT", "weights_BT", "mask_BT"
 
 
@@ -50,13 +48,6 @@ def shapes(draw: Any, count: int) -> tuple[Shape, list[Shape]]:
     return (B, T), [draw(st.just((B, T)) | st.just((B, 1)) | other) for _ in range(count)]
 
 
-def loss_of(row: np.ndarray, old: np.ndarray, weights: np.ndarray, advantages: Any) -> np.ndarray:
-    """ppo_clip of one sequence, [T]; one advantage, or one for each token."""
-    ratio = np.exp(row - old)
-    losses = np.maximum(-advantages * ratio, -advantages * ratio.clip(0.8, 1.2))
-    return weights * np.where(advantages < 0, np.minimum(losses, -3 * advantages), losses)
-
-
 @given(shapes(2), st.sampled_from([OLD, WEIGHTS, MASK, None]))
 @settings(max_examples=300, deadline=None)
 def test_a_loss_is_that_of_each_row_or_refused(
@@ -74,14 +65,12 @@ def test_a_loss_is_that_of_each_row_or_refused(
         with pytest.raises(ValueError, match=r"policy_loss: .*shape"):
             policy_loss(logprobs, advantages, correction)
         return
-    found = policy_loss(logprobs, advantages, correction).numpy()
+    found = policy_loss(logprobs, advantages, correction)
     assert found.shape == whole
-    rows = (
-        tensor.numpy()
-        for tensor in (logprobs, *map(correction.__getattribute__, (OLD, WEIGHTS)), advantages)
-    )
-    for row, *mine in zip(found, *rows, strict=True):
-        np.testing.assert_allclose(row, loss_of(*mine), rtol=1e-6)
+    for row in range(whole[0]):  # a micro-batch has its part of the correction
+        mine = slice(row, row + 1)
+        alone = policy_loss(logprobs[mine], advantages[mine], part(correction, mine))
+        assert torch.equal(alone, found[mine])
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -123,17 +112,6 @@ def test_logprobs_are_compared_with_those_of_their_row_or_refused(
     else:
         flat = [value for row in x for value in row]
         assert found["mismatch_kl_k1"] == pytest.approx(-sum(flat) / len(flat), abs=1e-12)
-
-
-def test_a_micro_batch_has_its_part_of_the_correction() -> None:
-    correction, logprobs, advantages = corrected(*WHOLE), drawn(*WHOLE, seed=3), drawn(4, 1) + 1.5
-    whole = policy_loss(logprobs, advantages, correction)
-    rows, columns = slice(1, 2), slice(0, 5)
-    mine = logprobs[rows, columns], advantages[rows]
-    with pytest.raises(ValueError, match=r"\(1, 5\).*\(4, 6\).*micro-batch.*docs/correction"):
-        policy_loss(*mine, correction)
-    found = policy_loss(*mine, part(correction, rows, columns))
-    assert torch.equal(found, whole[rows, columns])
 
 
 def test_one_advantage_for_each_row_needs_a_column() -> None:
@@ -195,39 +173,49 @@ def test_whole_numbers_as_advantages(dtype: torch.dtype) -> None:
     assert torch.equal(found, policy_loss(drawn(2, 3).float(), advantages.float(), correction))
 
 
-def rollout_of(logprobs: torch.Tensor) -> Rollout:
-    count, length = logprobs.shape
-    return Rollout(
-        prompt_tokens=[[1]] * count,
-        tokens=[[7] * length] * count,
-        logprobs=logprobs.tolist(),
-        versions=[[0] * length] * count,
-        finish_reasons=["stop"] * count,
-        temperature=1.0,
-    )
-
-
 def one_above(logprobs: torch.Tensor) -> torch.Tensor:
     return logprobs.index_fill(1, torch.tensor([1]), 0.1)
 
 
-@pytest.mark.parametrize("wrong", [torch.exp, torch.neg, one_above])
-def test_what_is_no_logprob(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Probabilities, losses, and one value above 0 among others."""
-    trainer, rollout, mask = drawn(2, 3), drawn(2, 3, seed=1), ones(2, 3)
-    for call in (correct_logprobs, mismatch_metrics):
-        for both, whose in (
-            ((wrong(trainer), rollout), "trainer"),
-            ((trainer, wrong(rollout)), "rollout"),
-        ):
-            with pytest.raises(
-                ValueError, match=f": a {whose} logprob is .*above 0.01.*log_softmax"
-            ):
+COMPARED = correct_logprobs, mismatch_metrics, worst_tokens
+DTYPE, KIND = (
+    "logprobs_BT has dtype .*; pass it as float",
+    "logprobs_BT is a (list|ndarray); pass a t",
+)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        # probabilities, losses, and one value above 0 among others
+        *((wrong, "logprob is .*above 0.01.*log_softmax") for wrong in (torch.exp, torch.neg)),
+        (one_above, "logprob is .*above 0.01.*log_softmax"),
+        *((convert, DTYPE) for convert in (torch.Tensor.int, torch.Tensor.cfloat)),
+        *((convert, KIND) for convert in (torch.Tensor.tolist, torch.Tensor.numpy)),
+    ],
+)
+def test_what_is_no_logprob(wrong: Callable[[torch.Tensor], Any], sentence: str) -> None:
+    good, odd, mask = drawn(2, 3), wrong(drawn(2, 3)), ones(2, 3)
+    for call in COMPARED[:2] if "above" in sentence else COMPARED:
+        for both, whose in (((odd, good), "trainer"), ((good, odd), "rollout")):
+            with pytest.raises(ValueError, match=f": (a )?{whose}[_ ]{sentence}"):
                 call(*both, mask)
-    with pytest.raises(ValueError, match=r"a trainer logprob is .*log_softmax"):
-        correct(rollout_of(rollout), wrong(trainer))
-    with pytest.raises(ValueError, match=r"policy_loss: a logprob is .*log_softmax"):
-        policy_loss(wrong(trainer), torch.ones(2, 1), corrected(2, 3))
+    with pytest.raises(ValueError, match=f"trainer[_ ]{sentence}"):
+        correct(rollout_of(good.tolist()), odd)
+    with pytest.raises(ValueError, match=f"policy_loss: (a )?{sentence}"):
+        policy_loss(odd, torch.ones(2, 1), corrected(2, 3))
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_masks_and_advantages_are_tensors(convert: Callable[[torch.Tensor], Any]) -> None:
+    good = drawn(2, 3)
+    for call in COMPARED:
+        with pytest.raises(ValueError, match=r": mask_BT is a (list|ndarray); pass a torch"):
+            call(good, good, convert(ones(2, 3)))
+    with pytest.raises(ValueError, match="policy_loss: advantages_BT is a"):
+        policy_loss(good, convert(torch.ones(2, 1)), corrected(2, 3))
+    with pytest.raises(ValueError, match=r"versions_BT has dtype .*; pass it as int64"):
+        correct_logprobs(good, good, ones(2, 3), versions_BT=good)
 
 
 def test_a_certain_token_may_round_above_zero() -> None:
@@ -237,46 +225,12 @@ def test_a_certain_token_may_round_above_zero() -> None:
     assert policy_loss(almost, torch.ones(2, 1), result).eq(-1).all()
 
 
-@pytest.mark.parametrize("convert", [torch.Tensor.int, torch.Tensor.cfloat], ids=["int", "complex"])
-def test_logprobs_of_other_dtypes(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    good, odd, mask = drawn(2, 3), convert(drawn(2, 3)), ones(2, 3)
-    message = r"(trainer_|rollout_|)logprobs_BT has dtype .*; pass it as float"
-    for call in (correct_logprobs, mismatch_metrics, worst_tokens):
-        for both in ((odd, good), (good, odd)):
-            with pytest.raises(ValueError, match=message):
-                call(*both, mask)
-    with pytest.raises(ValueError, match=message):
-        correct(rollout_of(good), odd)
-    with pytest.raises(ValueError, match=message):
-        policy_loss(odd, torch.ones(2, 1), corrected(2, 3))
-    with pytest.raises(ValueError, match=r"versions_BT has dtype .*; pass it as int64"):
-        correct_logprobs(good, good, mask, versions_BT=good)
-
-
-@pytest.mark.parametrize(
-    "convert", [torch.Tensor.tolist, torch.Tensor.numpy], ids=["list", "array"]
-)
-def test_lists_and_arrays_are_told_from_tensors(convert: Callable[[torch.Tensor], Any]) -> None:
-    tensors = {
-        "trainer_logprobs_BT": drawn(2, 3),
-        "rollout_logprobs_BT": drawn(2, 3),
-        "mask_BT": ones(2, 3),
-    }
-    for call in (correct_logprobs, mismatch_metrics, worst_tokens):
-        for name, value in tensors.items():
-            with pytest.raises(ValueError, match=rf": {name} is a (list|ndarray); pass a torch"):
-                call(**tensors | {name: convert(value)})
-    with pytest.raises(ValueError, match="correct: trainer_logprobs_BT is a"):
-        correct(rollout_of(drawn(2, 3)), convert(drawn(2, 3)))
-    with pytest.raises(ValueError, match="policy_loss: logprobs_BT is a"):
-        policy_loss(convert(drawn(2, 3)), torch.ones(2, 1), corrected(2, 3))
-    with pytest.raises(ValueError, match="policy_loss: advantages_BT is a"):
-        policy_loss(drawn(2, 3), convert(torch.ones(2, 1)), corrected(2, 3))
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_correction_of_inference_mode_is_of_a_loss_with_gradients(preset: str) -> None:
-    rollout, logits = rollout_of(drawn(2, 3, seed=1)), torch.zeros(2, 3, requires_grad=True)
+    rollout, logits = (
+        rollout_of(drawn(2, 3, seed=1).tolist()),
+        torch.zeros(2, 3, requires_grad=True),
+    )
     with torch.inference_mode():
         trainer = drawn(2, 3).float()
         assert rollout.mask_BT.all() and rollout.logprobs_BT.lt(0).all()

@@ -67,11 +67,7 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
     rollout = [(-5 - 3 * torch.rand(n, generator=generator)).tolist() for n in (40, 3, 0, 5)]
     noise = [torch.randn(len(row), generator=generator) for row in rollout]
     trainer = [(torch.tensor(r) + n).tolist() for r, n in zip(rollout, noise, strict=True)]
-    ages = {
-        "one version": [0, 0, 0, 0],
-        "versions apart": [0, 4, 4, 4],
-        "versions mixed": [2, 2, 9, 9],
-    }
+    ages = {"one version": (0, 0, 0, 0), "apart": (0, 4, 4, 4), "mixed": (2, 2, 9, 9)}
     versions = {
         name: [[v] * len(row) for v, row in zip(each, rollout, strict=True)]
         for name, each in ages.items()
@@ -114,10 +110,8 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
             alone = correct_logprobs(*(tensor[:1] for tensor in given), config)
             assert alone.metrics["weight_batch_mean"] != mine[0]["weight_batch_mean"]
 
-    alone = correct_logprobs(
-        pad(trainer[:1]), pad(rollout[:1]), mask_of(rollout[:1]),
-        CorrectionConfig("token", **OPTIONS["token"]),
-    )  # fmt: skip
+    one = pad(trainer[:1]), pad(rollout[:1]), mask_of(rollout[:1])
+    alone = correct_logprobs(*one, CorrectionConfig("token", **OPTIONS["token"]))
     for name in ("rank without tokens", "rank without rows"):
         assert first[name][0] == second[name][0] == pytest.approx(alone.metrics, rel=REL, abs=REL)
     alarms = first["sick rank"][3]
@@ -128,9 +122,11 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
     # Control: the first rank alone has none.
     trainer, rollout, _ = (pad(part) for part in _long(0.01, 3))
     assert not correct_logprobs(trainer, rollout, torch.ones_like(trainer).bool()).alarms
-    assert "selects no token" in first["nothing"] and first["nothing"] == second["nothing"]
-    assert "NaN or infinite" in first["infinite"] and first["infinite"] == second["infinite"]
-    assert "trainer logprob is 0.5" in first["positive"]
-    assert first["positive"] == second["positive"]
+    for case, said in (
+        ("nothing", "selects no token"),
+        ("infinite", "NaN or infinite"),
+        ("positive", "trainer logprob is 0.5"),
+    ):
+        assert said in first[case] and first[case] == second[case]
     assert "trainer_logprobs_BT has shape (1, 2)" in first["misshapen"]
     assert "1 other ranks refused" in second["misshapen"]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer_bridge.framework_names import NAMES
+from tests.trainer_bridge.test_metrics import NAMES
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs, policy_loss
 from trainer_bridge.correction.config import REJECTIONS
 
@@ -70,21 +70,15 @@ BATCHES: dict[str, dict[str, torch.Tensor]] = {
     "32k tokens": _batch(9, [32768, 20000], 0.02),
     "holes": _holes(),
 }
+NORM: dict[str, Any] = {"rollout_is_batch_normalize": True}
 CONFIGS: dict[str, dict[str, Any]] = {
     **{f"rs {name}": {"rollout_is": None, "rollout_rs": name} for name in REJECTIONS},
-    "token norm": {"rollout_is": "token", "rollout_is_batch_normalize": True},
-    "seq norm": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+    "token norm": NORM | {"rollout_is": "token"},
+    "seq norm": NORM | {"rollout_is": "sequence"},
     "seq icepop": {"rollout_is": "sequence", "rollout_is_threshold": "0.5_3.0"},
-    "icepop norm": {
-        "rollout_is": "token",
-        "rollout_is_threshold": "0.8_1.1",
-        "rollout_is_batch_normalize": True,
-    },
-    "three rs": {
-        "rollout_is": "sequence",
-        "rollout_rs": "token_k1,seq_max_k2, seq_mean_k3,token_k1",
-    }
-    | {"rollout_rs_threshold": "0.7_1.6,0.2,0.3"},
+    "icepop norm": NORM | {"rollout_is": "token", "rollout_is_threshold": "0.8_1.1"},
+    "three rs": {"rollout_is": "sequence", "rollout_rs_threshold": "0.7_1.6,0.2,0.3"}
+    | {"rollout_rs": "token_k1,seq_max_k2, seq_mean_k3,token_k1"},
 }
 THRESHOLDS = {"k1": "0.9_1.2", "k2": "0.3", "k3": 0.05}
 for _options in CONFIGS.values():
@@ -247,6 +241,7 @@ def verl_or_skip() -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_every_token_against_verl_itself(name: str) -> None:
+    """Also in float32, as its users run it."""
     verl_or_skip()
     options = verl_options(name)
     random = torch.Generator().manual_seed(0)
@@ -256,29 +251,18 @@ def test_every_token_against_verl_itself(name: str) -> None:
         noise_BT = spread * torch.randn(17, 129, generator=random, **DOUBLE)
         mask_BT = torch.rand(17, 129, generator=random) < 0.7
         batches[f"random {spread}"] = _logprobs(rollout_BT, noise_BT) | {"mask": mask_BT}
-    for case, batch in batches.items():
-        found, result = run_verl(batch, options), ours(batch, options)
+    cases = [(batch, torch.float64, REL, REL, 1e-12) for batch in batches.values()]
+    cases.append((BATCHES["near"], torch.float32, FLOAT32_REL, 1e-5, 1e-6))
+    for batch, dtype, rel, rtol, atol in cases:
+        found, result = run_verl(batch, options, dtype), ours(batch, options)
         if found is None:
             check_none_left(result)
             continue
         weights_BT, mask_BT, theirs = found
-        assert torch.equal(result[1], mask_BT), case
+        assert torch.equal(result[1], mask_BT)
         if applies_weights(options):
-            torch.testing.assert_close(result[0].double(), weights_BT, rtol=REL, atol=1e-12)
-        check(result, expected_metrics(theirs, options, batch))
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_verl_in_float32_as_its_users_run_it(name: str) -> None:
-    verl_or_skip()
-    options = verl_options(name)
-    found = run_verl(BATCHES["near"], options, torch.float32)
-    assert found is not None
-    weights_BT, mask_BT, theirs = found
-    result = ours(BATCHES["near"], options)
-    assert torch.equal(result[1], mask_BT)
-    torch.testing.assert_close(result[0], weights_BT, rtol=1e-5, atol=1e-6)
-    check(result, expected_metrics(theirs, options, BATCHES["near"]), FLOAT32_REL)
+            torch.testing.assert_close(result[0].to(dtype), weights_BT, rtol=rtol, atol=atol)
+        check(result, expected_metrics(theirs, options, batch), rel)
 
 
 def test_meant_differences() -> None:

@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weig
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests import oracle
 from tests.trainer_bridge import moe_models
+from tests.trainer_bridge.fake_rank import LAYOUT
 from trainer_bridge import fp8_forward
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.fp8 import fp8_weights
@@ -76,39 +77,12 @@ class FakeEngine:
     def __init__(self, model: nn.Module, **layout: Any) -> None:
         self.sums: dict[str, list[int]] = {}
         self.kv: dict[str, Any] = {}
-        self._layout = {
-            "dtype": "bfloat16",
-            "bucket_bytes": 1 << 20,
-            "state": "serving",
-            "fp32": [],
-            "skipped": [],
-            "tied": None,
-            "gpus": [],
-            "visible_gpus": [],
-            "place": {"boot": "b", "folder": "f", "inode": [1, 2]},
-            "formats": {"block-fp8": sorted(fp8_names(model))},
-            "kv_cache": None,
-            **layout,
-        }
+        formats = {"block-fp8": sorted(fp8_names(model))}
+        self._layout = {**LAYOUT, "formats": formats, "kv_cache": None, **layout}
 
     def control(self, message: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
         answers = {"layout": self._layout, "code_sums": {"sums": self.sums}, "kv": self.kv}
         return answers[message["op"]]
-
-
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """The shapes of all weights that are quantized."""
-    found: list[tuple[int, ...]] = []
-    encode = BLOCK_FP8.encode
-
-    def count(weight: Tensor) -> Any:
-        found.append(tuple(weight.shape))
-        return encode(weight)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BLOCK_FP8, "encode", count)
-        yield found
 
 
 # ---- which layers
@@ -129,33 +103,32 @@ def test_the_layers_that_the_engine_keeps_in_fp8() -> None:
     assert len(computing) == 2 * 5 - 1
 
 
-def test_an_engine_that_does_not_know_yet() -> None:
-    model = tiny("qwen3")
-    with pytest.raises(EngineError, match="update it first"):
-        fp8_forward(model, FakeEngine(model, formats={}))
+def computes(model: nn.Module) -> bool:
+    """Whether a layer was converted."""
+    return any(hasattr(module, "fp8_parameters") for module in model.modules())
 
 
-def test_a_model_that_is_not_the_engines() -> None:
-    model = tiny("qwen3")
-    other = "model.layers.7.self_attn.o_proj.weight"
+MLA = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+def test_models_of_which_nothing_is_converted() -> None:
+    """Not the engine's, one with half of a parameter in FP8, with MLA, with an unknown layer."""
+    model, other = tiny("qwen3"), "model.layers.7.self_attn.o_proj.weight"
     with pytest.raises(ManifestError, match=r"layers\.7\.self_attn\.o_proj"):
         convert_layers(model, {*fp8_names(model), other}, BF16)
-    assert not any(hasattr(m, "fp8_parameters") for m in model.modules())
-
-
-def test_half_of_a_parameter_cannot_be_fp8() -> None:
-    model = tiny()
-    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    moe, half = tiny(), "model.layers.0.mlp.experts.1.up_proj.weight"
     with pytest.raises(ManifestError, match=r"experts\.1\.up_proj.*one parameter"):
-        convert_layers(model, fp8_names(model) - {name}, BF16)
+        convert_layers(moe, fp8_names(moe) - {half}, BF16)
+    mla = tiny("deepseek_v2", q_lora_rank=None, first_k_dense_replace=2, **MLA)
+    with pytest.raises(ValueError, match=r"kv_b_proj.*MLA"):
+        convert_layers(mla, fp8_names(mla), BF16)
+    model.model.layers[1].mlp.down_proj.__class__ = type("Scaled", (nn.Linear,), {})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj is a Scaled"):
+        convert_layers(model, fp8_names(model), BF16)
+    assert not any(map(computes, (model, moe, mla)))
 
 
 def test_a_layer_of_another_kind() -> None:
-    class Scaled(nn.Linear):
-        pass
-
-    with pytest.raises(ValueError, match=r"a\.layer is a Scaled"):
-        converted(Scaled(128, 128))
     with pytest.raises(ValueError, match=r"a\.layer .* already"):  # called twice
         converted(converted(linear()))
     experts = tiny().model.layers[0].mlp.experts
@@ -183,21 +156,6 @@ def test_a_layer_that_the_engine_pads() -> None:
     assert experts.gate_up_proj.shape[1] == 128, "whole blocks, in which gate and up share one"
     with pytest.raises(ValueError, match=r"64x256.* --fp8rl-ragged bf16"):
         converted(experts)
-
-
-def test_mla_is_refused() -> None:
-    heads = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    model = tiny("deepseek_v2", q_lora_rank=None, first_k_dense_replace=2, **heads)
-    with pytest.raises(ValueError, match=r"kv_b_proj.*MLA"):
-        convert_layers(model, fp8_names(model), BF16)
-
-
-def test_nothing_is_converted_where_one_cannot_be() -> None:
-    model = tiny("qwen3")
-    model.model.layers[1].mlp.down_proj.__class__ = type("Scaled", (nn.Linear,), {})
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj is a Scaled"):
-        convert_layers(model, fp8_names(model), BF16)
-    assert not any(hasattr(m, "fp8_parameters") for m in model.modules())
 
 
 # ---- forward and gradients
@@ -351,8 +309,14 @@ def test_a_compiled_model_runs_these_layers_uncompiled() -> None:
     assert torch.equal(compiled(x), layers(x))
 
 
-def test_nan_is_refused() -> None:
-    layer = converted(linear())
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_cannot_be_quantized_is_refused_by_layer(bad: float) -> None:
+    layer, experts, x = converted(linear()), tiny().model.layers[0].mlp.experts, drawn(3, 256)
+    x[1, 2] = bad
+    with pytest.raises(ValueError, match=r"a\.layer\.weight.*forward.*NaN or Inf"):
+        layer(x)
+    with pytest.raises(ValueError, match=r"a\.layer\.gate_up_proj.*forward.*NaN or Inf"):
+        converted(experts)(x, torch.eye(3, 2).long(), torch.rand(3, 2))
     with torch.no_grad():
         layer.weight[3, 4] = torch.nan
     for read in (lambda: layer(drawn(1, 256)), lambda: named_tensors(layer)):
@@ -360,28 +324,7 @@ def test_nan_is_refused() -> None:
             read()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_activations_that_cannot_be_quantized_are_refused_by_layer(bad: float) -> None:
-    x = drawn(3, 256)
-    x[1, 2] = bad
-    with pytest.raises(ValueError, match=r"a\.layer\.weight.*forward.*NaN or Inf"):
-        converted(linear())(x)
-    with pytest.raises(ValueError, match=r"a\.layer\.gate_up_proj.*forward.*NaN or Inf"):
-        experts = converted(tiny().model.layers[0].mlp.experts)
-        experts(x, torch.eye(3, 2).long(), torch.rand(3, 2))
-
-
 # ---- when codes are made
-
-
-def in_place(layer: nn.Linear) -> None:
-    with torch.no_grad():
-        layer.weight.mul_(2)
-
-
-def by_optimizer(layer: nn.Linear) -> None:
-    layer.weight.grad = torch.ones_like(layer.weight)
-    torch.optim.SGD([layer.weight], lr=1.0).step()
 
 
 class UncountedSGD(torch.optim.Optimizer):
@@ -396,36 +339,56 @@ class UncountedSGD(torch.optim.Optimizer):
                 parameter.data.add_(1.0)
 
 
-def uncounted(layer: nn.Linear) -> None:
-    UncountedSGD([layer.weight]).step()
+def in_place(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2)
 
 
-def loaded(layer: nn.Linear) -> None:
-    layer.load_state_dict({name: 2 * t for name, t in layer.state_dict().items()})
+def by_optimizer(layer: nn.Linear) -> None:
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.optim.SGD([layer.weight], lr=1.0).step()
 
 
-def assigned(layer: nn.Linear) -> None:
-    state = {name: 2 * t for name, t in layer.state_dict().items()}
-    layer.load_state_dict(state, assign=True)
+def past_torch(layer: nn.Linear) -> nn.Linear:
+    """Written to where torch does not see it."""
+    layer.weight.data.mul_(2)
+    return layer
 
 
-def moved(layer: nn.Linear) -> None:
-    layer.weight.data = 2 * layer.weight.data
+def doubled(layer: nn.Linear) -> dict[str, Tensor]:
+    return {name: 2 * tensor for name, tensor in layer.state_dict().items()}
 
 
-def replaced(layer: nn.Linear) -> None:
-    layer.weight = nn.Parameter(2 * layer.weight.detach())
+CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+    "in place": in_place,
+    "by an optimizer": by_optimizer,
+    "uncounted": lambda layer: UncountedSGD([layer.weight]).step(),
+    "past torch, then sent": lambda layer: named_tensors(past_torch(layer)),
+    "past torch, then told": lambda layer: increment_version(past_torch(layer).parameters()),
+    "loaded": lambda layer: layer.load_state_dict(doubled(layer)),
+    "assigned": lambda layer: layer.load_state_dict(doubled(layer), assign=True),
+    "moved": lambda layer: setattr(layer.weight, "data", 2 * layer.weight.data),
+    "replaced": lambda layer: setattr(layer, "weight", nn.Parameter(2 * layer.weight.detach())),
+}
 
 
-@pytest.mark.parametrize(
-    "change", [in_place, by_optimizer, uncounted, loaded, assigned, moved, replaced]
-)
-def test_codes_follow_the_weight(change: Callable[[nn.Linear], None]) -> None:
+def follows(layer: nn.Linear) -> bool:
+    x = drawn(4, 256)
+    return torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_codes_follow_the_weight(change: str) -> None:
     layer, x = converted(linear(bias=False)), drawn(4, 256)
     before = layer(x)
-    change(layer)
-    assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
-    assert not torch.equal(layer(x), before)
+    CHANGES[change](layer)
+    assert follows(layer) and not torch.equal(layer(x), before)
+
+
+def test_a_write_past_torch_is_not_seen() -> None:
+    """The documented limit."""
+    layer = converted(linear(bias=False))
+    assert follows(layer) and not follows(past_torch(layer))
 
 
 def test_codes_follow_weights_that_last_for_one_forward() -> None:
@@ -443,52 +406,37 @@ def test_codes_follow_weights_that_last_for_one_forward() -> None:
 @torch.inference_mode()
 def test_codes_follow_weights_of_inference_mode() -> None:
     """Whose versions torch does not count."""
-    layer, x = converted(linear(bias=False)), drawn(4, 256)
-    assert layer.weight.is_inference()
-    layer(x)
+    layer = converted(linear(bias=False))
+    assert layer.weight.is_inference() and follows(layer)
     layer.weight.mul_(2)
-    assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
+    assert follows(layer)
 
 
-def test_codes_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_made_once_a_step() -> None:
     model = tiny("qwen3")
     convert_layers(model, fp8_names(model), BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     matrices = sum("_proj" in name for name, _ in model.named_parameters())
     model.gradient_checkpointing_enable()
     for _ in range(2):
-        with counted(monkeypatch) as found:
+        with patch.object(BLOCK_FP8, "encode", wraps=BLOCK_FP8.encode) as encode:
             named_tensors(model)  # an update
             with torch.inference_mode():
                 model(torch.arange(8)[None])
             for _ in range(2):  # micro-batches
                 model.train()(torch.arange(8)[None]).logits.float().square().mean().backward()
-        assert len(found) == matrices
+        assert encode.call_count == matrices
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "tell", [named_tensors, lambda layer: increment_version(layer.parameters())]
-)
-def test_a_write_past_torch_is_seen_once_it_is_told(tell: Callable[[nn.Module], Any]) -> None:
-    """By an update, or in torch's way."""
-    layer, x = converted(linear(bias=False)), drawn(4, 256)
-    before = layer(x)
-    layer.weight.data.mul_(2)
-    assert torch.equal(layer(x), before)  # the documented limit
-    tell(layer)
-    assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
-
-
 def test_a_copy_has_codes_of_its_own() -> None:
-    layer, x = converted(linear(bias=False)), drawn(4, 256)
-    before = layer(x)
+    layer = converted(linear(bias=False))
+    assert follows(layer)
     other = copy.deepcopy(layer)
     assert isinstance(other, FP8Linear)
     in_place(other)
-    assert torch.equal(other(x), fp8_linear(x, *quantize_weight(other.weight)))
-    assert torch.equal(layer(x), before)
+    assert follows(other) and follows(layer)
 
 
 # ---- updates and checks
@@ -556,6 +504,9 @@ def test_the_check_compares_codes(family: str) -> None:
     torch.nn.init.normal_(next(p for n, p in model.named_parameters() if "o_proj" in n))
     with pytest.raises(EngineError, match=r"1 of .*self_attn\.o_proj"):
         fp8.check(engine)
+    engine.sums = None  # type: ignore[assignment]
+    with pytest.raises(EngineError, match="install the same"):
+        fp8.check(engine)
 
 
 def test_a_list_of_engines_is_checked_whole() -> None:
@@ -581,7 +532,7 @@ def test_a_list_of_engines_is_checked_whole() -> None:
         fresh = tiny("qwen3")
         with pytest.raises(EngineError, match=r"engine 1 differs from engine 0.*options"):
             fp8_forward(fresh, [same[0], FakeEngine(fresh, **odd)])
-        assert not any(hasattr(module, "fp8_parameters") for module in fresh.modules())
+        assert not computes(fresh)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -631,15 +582,6 @@ def test_a_linear_rounds_the_scales_of_its_activations_up(bias: bool) -> None:
     found = layer(x).double()
     assert float((found - exact(True)).abs().max()) < 2**-7 * float(found.abs().max())
     assert float((exact(False) - exact(True)).abs().max()) > 2**-7 * float(found.abs().max())
-
-
-def test_an_engine_of_another_sgl_fp8rl() -> None:
-    model = tiny("qwen3")
-    engine: Any = FakeEngine(model)
-    fp8 = fp8_forward(model, engine)
-    engine.sums = None
-    with pytest.raises(EngineError, match="install the same"):
-        fp8.check(engine)
 
 
 def test_attention_reads_what_the_engines_cache_stores() -> None:

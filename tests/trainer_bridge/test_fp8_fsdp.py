@@ -2,7 +2,7 @@
 are those of one rank."""
 
 from collections.abc import Iterator
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.ops.reference import quantize_weight
 from sgl_fp8rl.protocol.manifest import ManifestError
-from tests.trainer_bridge import moe_models, ranks
+from tests.trainer_bridge import moe_models
 from tests.trainer_bridge.test_fp8_forward import (
     INT8_CACHE,
     FakeEngine,
@@ -25,6 +25,7 @@ from tests.trainer_bridge.test_fp8_forward import (
     sums_of,
     tiny,
 )
+from tests.trainer_bridge.test_fsdp import WORLD, run, whole
 from trainer_bridge import fp8_forward
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.fp8.fp8_forward import convert_layers
@@ -32,14 +33,11 @@ from trainer_bridge.fp8.fp8_layers import convert
 from trainer_bridge.fp8.fp8_weights import GatheredCodes
 
 Tensor = torch.Tensor
-WORLD = 2
-COLLECTIVE_TIMEOUT_S = 30
 BF16 = torch.bfloat16
 UNEVEN = 192
 """Rows of each rank's part: not a multiple of 128."""
 GRADIENT_ERROR = 2.0**-5
 """Of a gradient that two ranks average, as a part of its largest element. Healthy: 0.0096."""
-run = partial(ranks.run, world=WORLD, collective_timeout_s=COLLECTIVE_TIMEOUT_S)
 
 
 def sharded(model: Any, **options: Any) -> Any:
@@ -69,10 +67,6 @@ def weights_seen(model: Any) -> Iterator[type]:
     with torch.no_grad():
         model(tokens())
     yield from seen
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def steps(rank: int, folder: Path) -> None:
@@ -126,17 +120,12 @@ def steps(rank: int, folder: Path) -> None:
 
 def precisions(rank: int, folder: Path) -> None:
     """FP32 shards under a policy of BF16, activation checkpointing, and no resharding."""
-    for options in (
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)},
-        {
-            "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
-            "reshard_after_forward": False,
-        },
-    ):
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    for options in ({}, {"reshard_after_forward": False}):
         alone, model = tiny("qwen3"), tiny("qwen3").float()
         convert_layers(model, fp8_names(model), BF16)
         convert_layers(alone, fp8_names(alone), BF16)
-        sharded(model, **options)
+        sharded(model, mp_policy=policy, **options)
         model.gradient_checkpointing_enable()
         model.train()
         mine = tokens().chunk(WORLD)[rank]
@@ -177,14 +166,10 @@ def uneven(rank: int, folder: Path) -> None:
     for change in ("none", "step", "copy", "shards", "moved", "load"):
         if change == "step":
             optimizer.step()
-        elif change == "copy":
+        elif change in ("copy", "shards"):
             with torch.no_grad():
                 for p in model.parameters():
-                    p.mul_(2)
-        elif change == "shards":
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.to_local().mul_(2)
+                    (p if change == "copy" else p.to_local()).mul_(2)
         elif change == "moved":
             model.to("cpu")  # FSDP2 has other shards then, also where nothing moves
         elif change == "load":
@@ -231,10 +216,7 @@ def a_shard_of_nan(rank: int, folder: Path) -> None:
         if rank == 1:
             with torch.no_grad():
                 shard[0, 0] = value
-        if value != kept:
-            with pytest.raises(ManifestError, match="NaN"):
-                fp8.check(engine)
-        else:
+        with nullcontext() if value == kept else pytest.raises(ManifestError, match="NaN"):
             fp8.check(engine)
 
 

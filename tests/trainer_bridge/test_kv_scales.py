@@ -11,10 +11,9 @@ from torch.distributed.fsdp import fully_shard
 
 from sgl_fp8rl.protocol.kv_schema import E4M3, INT8, KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.receiver.kv import kv_stats
 from sgl_fp8rl.receiver.kv.scales import Heads, KVScales
-from tests.trainer_bridge.fake_rank import TOKEN, Rank
+from tests.trainer_bridge.fake_rank import LAYOUT, TOKEN, Rank
 from tests.trainer_bridge.test_fsdp import failure, run
 from trainer_bridge.kv.kv_calibrator import KVCalibrator
 from trainer_bridge.session.kept import KEPT
@@ -32,19 +31,7 @@ class Engine:
 
     def __init__(self, folder: Path, sessions: int, **layout: Any) -> None:
         self.rank = Rank(folder, sessions=sessions)
-        self.layout = {
-            "dtype": "bfloat16",
-            "bucket_bytes": 4096,
-            "state": "serving",
-            "fp32": [],
-            "skipped": [],
-            "tied": None,
-            "formats": {},
-            "gpus": [],
-            "visible_gpus": [],
-            "place": here(),
-            **layout,
-        }
+        self.layout = {**LAYOUT, "bucket_bytes": 4096, **layout}
         self.manifests: list[dict[str, Any]] = []
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
@@ -65,11 +52,9 @@ class Engine:
         sender = KEPT.connection_to(self).sender
         assert sender is not None
         plans = sender._plans.values()
-        slices = [
-            chunk_slice for _, plan in plans for chunk in plan.chunks for chunk_slice in chunk
-        ]
-        (chunk_slice,) = [chunk_slice for chunk_slice in slices if chunk_slice.name == KV_SCALES]
-        raw = self.rank.chunks[update][chunk_slice.offset :][: 4 * LAYERS * 2 * KV_HEADS]
+        slices = (part for _, plan in plans for chunk in plan.chunks for part in chunk)
+        (offset,) = (part.offset for part in slices if part.name == KV_SCALES)
+        raw = self.rank.chunks[update][offset:][: 4 * LAYERS * 2 * KV_HEADS]
         return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(LAYERS, 2, KV_HEADS)
 
 
@@ -88,56 +73,45 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 WEIGHTS = {"a": torch.ones(4, 4, dtype=torch.bfloat16), "b": torch.ones(3)}
 
 
-def test_they_come_behind_the_weights_bit_for_bit(engine: Engine) -> None:
-    """In FP32: BF16, the control, is another number."""
+@pytest.mark.parametrize("streamed", [False, True])
+def test_they_come_behind_the_weights_bit_for_bit(streamed: bool, engine: Engine) -> None:
+    """In FP32: BF16, the control, is another number. A stream's other tensors are sent in the
+    engine's dtype."""
     for step in range(3):
         sent = scales(step)
-        result = update(WEIGHTS, engine, version=step, kv_scales=sent)
-        assert torch.equal(engine.received(step), sent)
+        weights: Any = iter(WEIGHTS.items()) if streamed else WEIGHTS
+        result = update(weights, engine, version=step, kv_scales=sent)
+        assert result.bytes == 32 + (6 if streamed else 12) + 4 * LAYERS * 2 * KV_HEADS
         assert not torch.equal(sent.bfloat16().float(), sent)
-        assert list(engine.manifests[step]) == ["a", "b", KV_SCALES]
-        assert engine.manifests[step][KV_SCALES] == ["float32", [LAYERS, 2, KV_HEADS]]
-        assert result.bytes == 32 + 12 + 4 * LAYERS * 2 * KV_HEADS
-
-
-def test_they_come_behind_a_stream(engine: Engine) -> None:
-    """As a stream's other tensors, which are sent in the engine's dtype."""
-    for step in range(3):
-        sent = scales(step)
-        result = update(iter(WEIGHTS.items()), engine, version=step, kv_scales=sent)
-        assert result.bytes == 32 + 6 + 4 * LAYERS * 2 * KV_HEADS
-        if step:  # the plan of the first, which was made as tensors came, is not kept
+        if step or not streamed:  # the plan of a first stream, made as tensors came, is not kept
             assert torch.equal(engine.received(step), sent)
+        if not streamed:
+            assert list(engine.manifests[step]) == ["a", "b", KV_SCALES]
+            assert engine.manifests[step][KV_SCALES] == ["float32", [LAYERS, 2, KV_HEADS]]
 
 
 def test_a_strided_view_with_a_gradient_will_do(engine: Engine) -> None:
+    """And without scales nothing of them is sent."""
     sent = scales(0).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     for version in range(2):
         update(WEIGHTS, engine, version=version, kv_scales=sent)
         assert torch.equal(engine.received(version), sent.detach())
-    update(WEIGHTS, engine, version=2)
-
-
-def test_without_them_nothing_is_sent(engine: Engine) -> None:
-    for step in range(3):
-        result = update(WEIGHTS, engine, version=step)
-        assert list(engine.manifests[step]) == ["a", "b"]
-        assert (result.tensors, result.bytes) == (2, 32 + 12)
+    result = update(WEIGHTS, engine, version=2)
+    assert list(engine.manifests[2]) == ["a", "b"]
+    assert (result.tensors, result.bytes) == (2, 32 + 12)
 
 
 def test_an_engine_without_an_e4m3_kv_cache_refuses_before_anything_begins(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, 1, kv_cache=None)
-    with pytest.raises(ManifestError, match="--kv-cache-dtype fp8_e4m3"):
-        update(WEIGHTS, engine, version=0, kv_scales=scales(0))
-    assert engine.manifests == []
-    engine.layout["kv_cache"] = {**KV_CACHE, "format": INT8}
-    with pytest.raises(ManifestError, match="INT8 cache needs no scales; update it without"):
-        update(WEIGHTS, engine, version=0, kv_scales=scales(0))
-    assert engine.manifests == []
-    engine.layout["kv_cache"] = {**KV_CACHE, "layers": LAYERS + 1}
-    with pytest.raises(ManifestError, match=r"\(\d+, 2, \d+\).*\(\d+, 2, \d+\)"):
-        update(WEIGHTS, engine, version=0, kv_scales=scales(0))
-    assert engine.manifests == []
+    engine = Engine(tmp_path, 1)
+    for kv_cache, sentence in (
+        (None, "--kv-cache-dtype fp8_e4m3"),
+        ({**KV_CACHE, "format": INT8}, "INT8 cache needs no scales; update it without"),
+        ({**KV_CACHE, "layers": LAYERS + 1}, r"\(\d+, 2, \d+\).*\(\d+, 2, \d+\)"),
+    ):
+        engine.layout["kv_cache"] = kv_cache
+        with pytest.raises(ManifestError, match=sentence):
+            update(WEIGHTS, engine, version=0, kv_scales=scales(0))
+        assert engine.manifests == []
     engine.layout["kv_cache"] = {**KV_CACHE, "format": E4M3}
     update(WEIGHTS, engine, version=0, kv_scales=scales(0))
     assert torch.equal(engine.received(0), scales(0))

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -95,29 +94,11 @@ def test_no_response_has_a_token() -> None:
         ([[1]], [[1], [2]], 1.0, "1 prompts and 2 responses"),
         ([[1], []], [[1], [2]], 1.0, "prompt 1 is empty"),
         ([[1]], [[1]], 0.0, "temperature 0 "),
-        ([[1]], [[1]], math.nan, "temperature is nan"),
-        ([[1]], [[1]], math.inf, "temperature is inf"),
-        ([[1]], [[1.0]], 1.0, r"responses\[0\] is"),
-        ([[1], [True]], [[1], []], 1.0, r"prompts\[1\] is"),
-        (["one"], [[1]], 1.0, r"prompts\[0\] is"),
-        ([[1]], [[None]], 1.0, r"responses\[0\] is"),
-        ([[[1]]], [[[1]]], 1.0, r"prompts\[0\] is"),
-        ([[2**64]], [[1]], 1.0, r"prompts\[0\] is"),
     ],
 )
 def test_refused(prompts: Any, responses: Any, temperature: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         response_logprobs(None, prompts, responses, temperature)
-
-
-@pytest.mark.parametrize("convert", [np.array, torch.tensor, np.int32], ids=["np", "torch", "np32"])
-def test_arrays_of_token_ids(convert: Any) -> None:
-    prompts, responses = [[51, 43], [50, 7]], [[56, 10, 3], [52, 44, 53]]
-    model = tiny("qwen3")
-    expected = response_logprobs(model, prompts, responses)
-    assert torch.equal(response_logprobs(model, convert(prompts), convert(responses)), expected)
-    each = [convert(row) for row in prompts], [convert(row) for row in responses]
-    assert torch.equal(response_logprobs(model, *each), expected)
 
 
 class Around(nn.Module):

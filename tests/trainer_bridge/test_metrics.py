@@ -1,6 +1,7 @@
-"""Mismatch metrics against NumPy loops that share no code with them."""
+"""Mismatch metrics against NumPy loops that share no code with them, and the worst tokens."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,23 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.trainer_bridge.correction_oracle import (
-    Rows,
-    batches,
-    clamp,
-    float32,
-    log_ratios,
-    mask_of,
-    metrics,
-    pad,
-    percentile,
-    token_metrics,
-)
-from trainer_bridge import mismatch_metrics
+from tests.trainer_bridge import correction_oracle as oracle
+from tests.trainer_bridge.correction_oracle import Rows, batches, log_ratios, mask_of, pad
+from trainer_bridge import TokenMismatch, mismatch_metrics, worst_tokens
+from trainer_bridge.correction import CorrectionConfig, correct_logprobs
+from trainer_bridge.correction.config import REJECTIONS
 from trainer_bridge.metrics import histogram
-from trainer_bridge.metrics import mismatch as mismatch_module
 from trainer_bridge.metrics.groups import MOST_VERSIONS, POSITIONS
+from trainer_bridge.metrics.reducer import Reducer, Values
 
 REL = 1e-13  # float64 sums in another order; healthy below 1e-15
 PERCENTS = {"ratio_p01": 1, "ratio_p50": 50, "ratio_p99": 99}
@@ -38,7 +32,7 @@ def assert_metrics(
     for name, value in expected.items():
         assert actual[name] == pytest.approx(value, rel=REL, abs=REL * scale), name
     for name, percent in PERCENTS.items():
-        true, found = percentile(x, percent), math.log(actual[name])
+        true, found = oracle.percentile(x, percent), math.log(actual[name])
         bound = histogram.RELATIVE_ERROR * (abs(true) + histogram.LINEAR)
         assert abs(found - true) <= 1.002 * bound, name  # the bin is found in float32
 
@@ -57,7 +51,7 @@ def test_metrics_agree_with_the_oracle(batch: tuple[Rows, Rows]) -> None:
     trainer, rollout = batch
     actual = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout))
     x = flat(trainer, rollout)
-    assert_metrics(whole(actual), metrics(trainer, rollout), x, max(60.0, *map(abs, x)))
+    assert_metrics(whole(actual), oracle.metrics(trainer, rollout), x, max(60.0, *map(abs, x)))
 
 
 def long_batch(lengths: tuple[int, ...], spread: float) -> tuple[Rows, Rows]:
@@ -73,20 +67,20 @@ def test_long_sequences_and_their_positions(spread: float) -> None:
     trainer, rollout = long_batch((32768, 1, 20000, 0, 300), spread)
     actual = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout))
     x = flat(trainer, rollout)
-    assert_metrics(whole(actual), metrics(trainer, rollout), x, 1.0)
+    assert_metrics(whole(actual), oracle.metrics(trainer, rollout), x, 1.0)
     rows = log_ratios(trainer, rollout)
     for start, end in zip(POSITIONS, (*POSITIONS[1:], 32768), strict=True):
         prefix = f"position_{start}/"
         part = {k.removeprefix(prefix): v for k, v in actual.items() if k.startswith(prefix)}
         inside = [float(value) for row in rows for value in row[start:end]]
-        sampled = [float(value) for row in float32(rollout) for value in row[start:end]]
-        assert_metrics(part, token_metrics(inside, sampled), inside, 1.0)
+        sampled = [float(value) for row in oracle.float32(rollout) for value in row[start:end]]
+        assert_metrics(part, oracle.token_metrics(inside, sampled), inside, 1.0)
 
 
 def test_a_float32_sum_would_fail_at_32k_tokens() -> None:
     """Control: the tolerance tells float64 sums from float32 ones."""
     trainer, rollout = long_batch((32768,), 0.02)
-    exact = metrics(trainer, rollout)["log_ppl_gap"]
+    exact = oracle.metrics(trainer, rollout)["log_ppl_gap"]
     single = (pad(rollout) - pad(trainer)).sum().item() / 32768
     assert single != pytest.approx(exact, rel=REL, abs=REL)
 
@@ -122,7 +116,7 @@ def test_positions_outside_the_mask_never_matter(batch: tuple[Rows, Rows], fill:
 @given(st.lists(st.floats(-25.0, 25.0) | st.floats(-1e-5, 1e-5), min_size=1, max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_histogram_bins_ascend_and_hold_their_bound(values: list[float]) -> None:
-    x = torch.tensor(sorted(map(clamp, values)), dtype=torch.float64)
+    x = torch.tensor(sorted(map(oracle.clamp, values)), dtype=torch.float64)
     bins = histogram.bins_of(x).long()
     assert bins.min() >= 0 and bins.max() < histogram.BINS and (bins.diff() >= 0).all()
     for value, bin_ in zip(x.tolist(), bins.tolist(), strict=True):
@@ -138,14 +132,14 @@ def test_policy_versions_are_reported_apart() -> None:
     given_ = pad(trainer), pad(rollout), mask_of(rollout)
     versions = torch.tensor([[-1, -1, 3], [3, 3, -1]])  # (1, 2) is padding, whatever it says
     found = mismatch_metrics(*given_, versions_BT=versions)
-    x, sampled = log_ratios(trainer, rollout), float32(rollout)
+    x, sampled = log_ratios(trainer, rollout), oracle.float32(rollout)
     for version, (part, rolled) in {
         -1: ([*x[0][:2]], [*sampled[0][:2]]),
         3: ([x[0][2], *x[1]], [sampled[0][2], *sampled[1]]),
     }.items():
         prefix = f"version_{version}/"
         mine = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
-        assert_metrics(mine, token_metrics(part, rolled), part, 1.0)
+        assert_metrics(mine, oracle.token_metrics(part, rolled), part, 1.0)
     versions[1, 2] = 9
     assert mismatch_metrics(*given_, versions_BT=versions) == found
     a_row_each = torch.tensor([[-1, -1, -1], [3, 3, 9]])
@@ -153,7 +147,7 @@ def test_policy_versions_are_reported_apart() -> None:
     for row, version in enumerate((-1, 3)):
         prefix = f"version_{version}/"
         mine = {k.removeprefix(prefix): v for k, v in apart.items() if k.startswith(prefix)}
-        assert_metrics(mine, token_metrics([*x[row]], [*sampled[row]]), [*x[row]], 1.0)
+        assert_metrics(mine, oracle.token_metrics([*x[row]], [*sampled[row]]), [*x[row]], 1.0)
     one = mismatch_metrics(*given_, versions_BT=torch.full((2, 3), 5))
     assert one == mismatch_metrics(*given_) and one.items() <= found.items()
 
@@ -167,16 +161,6 @@ def test_only_the_newest_versions_are_reported() -> None:
     assert found["tokens"] == count
 
 
-def test_blocks_of_rows_add_up(monkeypatch: Any) -> None:
-    trainer, rollout = long_batch((70, 1, 0, 33, 70, 12, 5), 0.3)
-    versions = torch.arange(7)[:, None].expand(7, 70) // 3
-    at_once = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout), versions_BT=versions)
-    monkeypatch.setattr(mismatch_module, "CPU_TOKENS", 150)  # two rows
-    found = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout), versions_BT=versions)
-    assert found.keys() == at_once.keys()
-    assert found == pytest.approx(at_once, rel=REL, abs=REL)
-
-
 def test_unusable_inputs_are_refused() -> None:
     zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     for broken in (-math.inf, math.inf, math.nan):
@@ -187,11 +171,127 @@ def test_unusable_inputs_are_refused() -> None:
         mismatch_metrics(zeros + math.inf, zeros + math.inf, mask)
     with pytest.raises(ValueError, match=r"mask_BT.*float32.*bool"):
         mismatch_metrics(zeros, zeros, mask.float())
-    with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 3\)"):
-        mismatch_metrics(zeros, torch.zeros(1, 3), mask)
     with pytest.raises(ValueError, match="'mask_BT': 'meta'"):
         mismatch_metrics(zeros, zeros, mask.to("meta"))
     for empty in ((1, 2), (2, 0), (0, 4), (0, 0)):
         nothing = torch.zeros(empty)
         with pytest.raises(ValueError, match="mask_BT"):
             mismatch_metrics(nothing, nothing, nothing.bool())
+
+
+# -- names, and when they are read from the GPU
+
+DOCS = Path(__file__).parents[2] / "docs" / "correction.md"
+FIRST = "| here | verl | slime | NeMo-RL | prime-rl | TRL |"
+
+
+def _names() -> dict[str, dict[str, str]]:
+    """Ours, then framework -> theirs, as the table of the docs has them; <option> is a rejection
+    such as seq_mean_k3."""
+    table = DOCS.read_text().rpartition(FIRST)[2].partition("\n\n")[0].splitlines()[2:]
+    rows = ([cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in table)
+    frameworks = FIRST.strip("| ").split(" | ")[1:]
+    return {
+        ours: {name: cell for name, cell in zip(frameworks, theirs, strict=True) if cell}
+        for ours, *theirs in rows
+    }
+
+
+NAMES = _names()
+EVERYTHING = CorrectionConfig(
+    rollout_is_batch_normalize=True, rollout_rs=dict.fromkeys(REJECTIONS, 1.5), veto_threshold=0.5
+)
+
+
+def some_metrics(versions: bool = True) -> dict[str, float]:
+    trainer_BT, mask_BT = torch.linspace(-1, 0, 40).view(2, 20), torch.ones(2, 20).bool()
+    versions_BT = torch.tensor([[4], [7]]).expand(2, 20) if versions else None
+    given = trainer_BT, trainer_BT.flip(1), mask_BT, EVERYTHING
+    return correct_logprobs(*given, versions_BT=versions_BT).metrics
+
+
+def test_every_name_in_the_table_of_the_docs_is_computed() -> None:
+    shown = {name.replace("<option>", "seq_mean_k3") for name in NAMES}
+    assert len(shown) > 20 and shown <= some_metrics().keys()
+
+
+def test_metrics_are_a_flat_dict_of_floats() -> None:
+    """As loggers take them."""
+    assert {type(value) for value in some_metrics().values()} == {float}
+
+
+class WaitsForTheDevice(TorchDispatchMode):
+    """Notes operations whose result the host must read before it goes on."""
+
+    waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if any(wait in name for wait in self.waits):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_nothing_before_all_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait for the GPU a batch: what the last copy to the host is."""
+    with WaitsForTheDevice() as mode:
+        before_reduce: list[list[str]] = []
+        reduce = Reducer.reduce
+
+        def noted(reducer: Reducer, group: Any) -> Values:
+            before_reduce.append(list(mode.seen))
+            return reduce(reducer, group)
+
+        monkeypatch.setattr(Reducer, "reduce", noted)
+        some_metrics(versions=False)
+        assert before_reduce == [[]]
+        some_metrics(versions=True)
+        assert before_reduce[1]  # control: which versions there are is asked before
+
+
+# -- where rollout and trainer differ most
+
+MASK_BT = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+
+
+def logprobs_BT(**changed: float) -> torch.Tensor:
+    """-1 everywhere but at places such as ``at_0_2``."""
+    found_BT = torch.full((3, 3), -1.0)
+    for place, value in changed.items():
+        row, column = map(int, place.split("_")[1:])
+        found_BT[row, column] = value
+    return found_BT
+
+
+def test_the_worst_come_first_with_their_place() -> None:
+    trainer_BT = logprobs_BT(at_0_2=-16.0, at_1_2=-99.0, at_2_0=-0.5, at_1_1=-1.25)
+    rollout_BT = logprobs_BT(at_1_2=99.0, at_1_1=-3.25)
+    assert worst_tokens(trainer_BT, rollout_BT, MASK_BT, count=3) == [
+        TokenMismatch(0, 2, length=3, alive=2, trainer_logprob=-16.0, rollout_logprob=-1.0),
+        TokenMismatch(1, 1, length=2, alive=3, trainer_logprob=-1.25, rollout_logprob=-3.25),
+        TokenMismatch(2, 0, length=3, alive=3, trainer_logprob=-0.5, rollout_logprob=-1.0),
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_is_no_number_is_worst(value: float) -> None:
+    trainer_BT = logprobs_BT(at_0_1=value, at_2_2=-50.0, at_1_2=math.nan)
+    found = worst_tokens(trainer_BT, logprobs_BT(), MASK_BT, count=2)
+    assert [(token.sequence, token.position) for token in found] == [(0, 1), (2, 2)]
+
+
+def test_there_are_no_more_than_tokens() -> None:
+    assert len(worst_tokens(logprobs_BT(), logprobs_BT(), MASK_BT, count=99)) == 8
+    assert worst_tokens(logprobs_BT(), logprobs_BT(), torch.zeros_like(MASK_BT)) == []
+    empty_BT = torch.empty(0, 3)
+    assert worst_tokens(empty_BT, empty_BT, empty_BT.bool()) == []
+
+
+def test_gradients_and_dtypes_do_not_matter() -> None:
+    trainer_BT = logprobs_BT(at_0_0=-2.0).to(torch.bfloat16).requires_grad_()
+    (worst,) = worst_tokens(trainer_BT, logprobs_BT().double(), MASK_BT, count=1)
+    assert (worst.sequence, worst.position, worst.trainer_logprob) == (0, 0, -2.0)

@@ -32,11 +32,18 @@ def ones(count: int) -> torch.Tensor:
     return torch.ones(1, count, dtype=torch.long)
 
 
+def forward(
+    model: Any, ids_BT: torch.Tensor, experts: list[torch.Tensor], given: Any, **which: Any
+) -> tuple[torch.Tensor, Any]:
+    """Logits of a forward that replays, with what else the model is given; and the record."""
+    with torch.no_grad(), replay_routing(model, experts, **which) as record:
+        return model(ids_BT, **given).logits, record
+
+
 def replayed(model: Any, tokens_S: torch.Tensor, experts_SLK: torch.Tensor) -> torch.Tensor:
     """Logits of one sequence by itself."""
-    mask = ones(len(tokens_S))
-    with torch.no_grad(), replay_routing(model, [experts_SLK], attention_mask=mask):
-        return model(tokens_S[None], attention_mask=mask).logits[0]  # type: ignore[no-any-return]
+    mask = {"attention_mask": ones(len(tokens_S))}
+    return forward(model, tokens_S[None], [experts_SLK], mask, **mask)[0][0]
 
 
 def only(model: Any, experts_SLK: torch.Tensor) -> Callable[[Any, Any, Any], Any]:
@@ -120,9 +127,8 @@ def test_padding_on_either_side(left: bool) -> None:
     tokens = [random_tokens(n, n) for n in LENGTHS]
     experts = [random_experts(n - 1, n) for n in LENGTHS]
     ids_BT, mask_BT, places = padded(tokens, left)
-    with torch.no_grad(), replay_routing(model, experts, attention_mask=mask_BT) as record:
-        positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-        logits_BT = model(ids_BT, attention_mask=mask_BT, position_ids=positions_BT).logits
+    given = {"attention_mask": mask_BT, "position_ids": (mask_BT.cumsum(1) - 1).clamp(min=0)}
+    logits_BT, record = forward(model, ids_BT, experts, given, attention_mask=mask_BT)
     for b, place in enumerate(places):
         alone = replayed(model, tokens[b], experts[b])
         assert (logits_BT[b, place] - alone).abs().max() < TOLERANCE
@@ -139,43 +145,31 @@ def test_packed_sequences() -> None:
     ids_1N = torch.cat([tokens[i] for i in order])[None]
     positions_1N = torch.cat([torch.arange(LENGTHS[i]) for i in order])[None]
     sequences_1N = torch.cat([torch.full((LENGTHS[i],), i) for i in order])[None]
+    # without a KV cache transformers sees where sequences begin
+    given = {"position_ids": positions_1N, "use_cache": False}
     for positions in (None, positions_1N):
-        with (
-            torch.no_grad(),
-            replay_routing(
-                model, experts, sequence_ids=sequences_1N, position_ids=positions
-            ) as record,
-        ):
-            # without a KV cache transformers sees where sequences begin
-            logits_N = model(ids_1N, position_ids=positions_1N, use_cache=False).logits[0]
-        for i, found in zip(order, logits_N.split([LENGTHS[i] for i in order]), strict=True):
+        which = {"sequence_ids": sequences_1N, "position_ids": positions}
+        logits_1N, record = forward(model, ids_1N, experts, given, **which)
+        for i, found in zip(order, logits_1N[0].split([LENGTHS[i] for i in order]), strict=True):
             assert (found - replayed(model, tokens[i], experts[i])).abs().max() < TOLERANCE
-    assert [len(row) for row in record.experts] == list(LENGTHS)
+        assert [len(row) for row in record.experts] == list(LENGTHS)
     # a micro-batch of them
-    with (
-        torch.no_grad(),
-        replay_routing(model, experts, sequence_ids=torch.zeros_like(tokens[0])[None]) as record,
-    ):
-        model(tokens[0][None])
+    first_1T = tokens[0][None]
+    _, record = forward(model, first_1T, experts, {}, sequence_ids=torch.zeros_like(first_1T))
     assert [len(row) for row in record.experts] == [LENGTHS[0], 0, 0]
     assert 0 < routing_disagreement(experts, record.experts) <= 1
 
 
 def test_a_part_of_a_sequence_needs_its_positions() -> None:
     model, tokens_S, experts_SLK = tiny(), random_tokens(9, 5), random_experts(8, 6)
-    ids, sequences, positions = tokens_S[None, :5], torch.zeros(1, 5).long(), torch.arange(5)[None]
-    whole = replayed(model, tokens_S, experts_SLK)
-    with (
-        pytest.raises(ValueError, match=r"sequence 0 has 5 .* 8; .*position_ids"),
-        replay_routing(model, [experts_SLK], sequence_ids=sequences),
-    ):
-        pass
-    with (
-        torch.no_grad(),
-        replay_routing(model, [experts_SLK], sequence_ids=sequences, position_ids=positions),
-    ):
-        logits = model(ids).logits[0]
-    assert (logits - whole[:5]).abs().max() < TOLERANCE
+    part, which = (
+        (tokens_S[None, :5], [experts_SLK], {}),
+        {"sequence_ids": torch.zeros(1, 5).long()},
+    )
+    with pytest.raises(ValueError, match=r"sequence 0 has 5 .* 8; .*position_ids"):
+        forward(model, *part, **which)
+    logits, _ = forward(model, *part, **which, position_ids=torch.arange(5)[None])
+    assert (logits[0] - replayed(model, tokens_S, experts_SLK)[:5]).abs().max() < TOLERANCE
 
 
 def test_tokens_without_experts_are_routed_as_ever() -> None:
@@ -297,75 +291,46 @@ def test_fsdp2_replays_as_one_process_does(tmp_path: Path) -> None:
     run(sharded_replay, tmp_path)
 
 
-def test_checkpointing_that_would_not_notice_is_refused() -> None:
-    model = tiny().train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    with (
-        pytest.raises(ValueError, match="'use_reentrant': False"),
-        replay_routing(model, [random_experts(3, 0)], attention_mask=ones(4)),
-    ):
-        pass
-
-
 def test_the_hooks_are_gone_after_an_error() -> None:
     model, ids = tiny(), random_tokens(5, 0)[None]
-    with (
-        pytest.raises(ZeroDivisionError),
-        replay_routing(model, [random_experts(4, 0)], attention_mask=ones(5)),
-    ):
+    with pytest.raises(ZeroDivisionError), replay_routing(model, ONE, attention_mask=ones(5)):
         raise ZeroDivisionError
     assert not any(module._forward_hooks for module in model.modules())
     model(ids)
 
 
-def replay(model: Any, experts: list[torch.Tensor], **which: Any) -> None:
-    with replay_routing(model, experts, **which):
-        model(random_tokens(5, 0)[None])
+ONE = [random_experts(4, 0)]
+MASK, IDS = {"attention_mask": ones(5)}, {"sequence_ids": ones(5) - 1}
 
 
 @pytest.mark.parametrize(
     ("experts", "which", "message"),
     [
-        ([random_experts(4, 0)], {}, "attention_mask .* or sequence_ids"),
-        (
-            [random_experts(4, 0)],
-            {"attention_mask": ones(5), "sequence_ids": ones(5)},
-            "attention_mask .* or sequence_ids",
-        ),
-        ([random_experts(4, 0)], {"attention_mask": ones(5)[0]}, "has 1 dimensions"),
-        ([random_experts(4, 0)] * 2, {"attention_mask": ones(5)}, "has 1 rows, .* 2 sequences"),
+        (ONE, {}, "attention_mask .* or sequence_ids"),
+        (ONE, MASK | IDS, "attention_mask .* or sequence_ids"),
+        (ONE, {"attention_mask": ones(5)[0]}, "has 1 dimensions"),
+        (ONE * 2, MASK, "has 1 rows, .* 2 sequences"),
         ([], {"sequence_ids": ones(5)}, "no experts"),
-        ([random_experts(4, 0)], {"sequence_ids": ones(5)}, "sequence 1.* of 1"),
-        ([random_experts(3, 0)], {"attention_mask": ones(5)}, "sequence 0 .* 5 tokens.* 3"),
-        ([random_experts(6, 0)], {"attention_mask": ones(5)}, "sequence 0 .* 5 tokens.* 6"),
+        (ONE, {"sequence_ids": ones(5)}, "sequence 1.* of 1"),
+        ([random_experts(3, 0)], MASK, "sequence 0 .* 5 tokens.* 3"),
+        ([random_experts(6, 0)], MASK, "sequence 0 .* 5 tokens.* 6"),
         ([random_experts(5, 0)], {"attention_mask": ones(6)}, "5 tokens.* 6"),
-        (
-            [random_experts(4, 0)],
-            {"sequence_ids": ones(5) - 1, "position_ids": ones(4)},
-            "4 position_ids.* 5 tokens",
-        ),
-        (
-            [random_experts(4, 0)],
-            {"sequence_ids": ones(5) - 1, "position_ids": ones(5) * -1},
-            "sequence 0 .*5 tokens",
-        ),
-        ([random_experts(4, 0)[:, :1]], {"attention_mask": ones(5)}, r"2 routers of 2 experts"),
-        ([random_experts(4, 0)[..., :1]], {"attention_mask": ones(5)}, r"2 routers of 2 experts"),
-        ([random_experts(4, 0) + EXPERTS], {"attention_mask": ones(5)}, "has expert .* has 6"),
+        (ONE, IDS | {"position_ids": ones(4)}, "4 position_ids.* 5 tokens"),
+        (ONE, IDS | {"position_ids": -ones(5)}, "sequence 0 .*5 tokens"),
+        ([ONE[0][:, :1]], MASK, r"2 routers of 2 experts"),
+        ([ONE[0][..., :1]], MASK, r"2 routers of 2 experts"),
+        ([ONE[0] + EXPERTS], MASK, "has expert .* has 6"),
     ],
 )
 def test_what_does_not_fit_is_refused(
     experts: list[torch.Tensor], which: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        replay(tiny(), experts, **which)
+        forward(tiny(), random_tokens(5, 0)[None], experts, {}, **which)
 
 
 def test_a_forward_pass_that_went_around_the_routers_is_noticed() -> None:
-    with (
-        pytest.raises(ValueError, match="0 of 2 routers"),
-        replay_routing(tiny(), [random_experts(4, 0)], attention_mask=ones(5)),
-    ):
+    with pytest.raises(ValueError, match="0 of 2 routers"), replay_routing(tiny(), ONE, **MASK):
         pass
 
 
@@ -388,21 +353,29 @@ class PlainRouter(SigmoidRouter):
         return super().forward(hidden)[0]
 
 
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        (SigmoidRouter, "SigmoidRouter.*softmax"),
-        (PlainRouter, "PlainRouter.*logits, gates"),
-    ],
-)
-def test_other_routers_are_refused(router: type[nn.Module], message: str) -> None:
+def reentrant() -> Any:
+    """A model whose checkpointing would not notice where its routers choose anew."""
+    model = tiny().train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    return model
+
+
+def routed_by(router: type[nn.Module]) -> Any:
     model = tiny()
     for layer in model.model.layers:
         layer.mlp.gate = router()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: routed_by(SigmoidRouter), "SigmoidRouter.*softmax"),
+        (lambda: routed_by(PlainRouter), "PlainRouter.*logits, gates"),
+        (lambda: tiny("qwen3"), "Qwen3ForCausalLM.*router"),
+        (reentrant, "'use_reentrant': False"),
+    ],
+)
+def test_other_models_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replay(model, [random_experts(4, 0)], attention_mask=ones(5))
-
-
-def test_a_dense_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM.*router"):
-        replay(tiny("qwen3"), [random_experts(4, 0)], attention_mask=ones(5))
+        forward(make(), random_tokens(5, 0)[None], ONE, {}, **MASK)

@@ -1,7 +1,7 @@
 """The updater of slime and miles, on one rank and on two, with engines in the same processes."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import yaml
 import trainer_bridge
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
+from tests.examples.conftest import one_rank  # noqa: F401  (a fixture)
 from tests.integrations.slime import frameworks
 from tests.integrations.slime.frameworks import from_first_rank, options
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
+from tests.trainer_bridge.test_fsdp import gathered
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.adapters import slime as ours
 from trainer_bridge.adapters.contract import check_refusals, check_resume, check_updates
@@ -57,13 +59,6 @@ def framework(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     for module, value in frameworks.modules(name).items():
         monkeypatch.setitem(sys.modules, module, value)
     return name
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -202,9 +197,9 @@ def two_ranks(rank: int, folder: Path) -> None:
     frameworks.update("slime", updater, 2)
     assert [url for url, _ in found.led] == [URLS[rank]]
     assert holds(found[rank], now)
-    assert from_each(found.led[0][1]["run"]) == [found.led[0][1]["run"]] * 2
+    assert gathered(found.led[0][1]["run"]) == [found.led[0][1]["run"]] * 2
     metrics = updater.pop_metrics()
-    assert metrics and from_each(metrics) == [metrics] * 2
+    assert metrics and gathered(metrics) == [metrics] * 2
 
     now, faulty, walked = policies[2], True, 0
     with pytest.raises((ManifestError, RuntimeError)) as caught:
@@ -256,12 +251,6 @@ def keeps_the_contract(args: Any, first: FakeEngine | None, policy: toy.Tensors)
 
     check_updates(first, walk, start(), sample, dist.group.WORLD)
     check_resume(first, walk, start, sample, dist.group.WORLD)
-
-
-def from_each(value: Any) -> list[Any]:
-    values: list[Any] = [None, None]
-    dist.all_gather_object(values, value)
-    return values
 
 
 @pytest.mark.guarantee("all-or-none", fault="slime: one of two engines fails in the middle")

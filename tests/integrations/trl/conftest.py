@@ -10,6 +10,7 @@ from examples.trl import tiny_model
 from examples.trl.tiny_model import END
 from sgl_fp8rl.protocol.policy import Policy
 from tests.integrations.trl import tiny
+from tests.trainer_bridge import test_rollout
 from trainer_bridge import UpdateResult
 from trainer_bridge.adapters import trl as adapter
 from trainer_bridge.session.kept import KEPT
@@ -18,40 +19,37 @@ Make = Callable[..., Any]
 """Makes a trainer without an engine, of options of ``GRPOConfig``."""
 
 
-class FakeEngine:
-    """An EngineClient: a completion is the prompt's first token, its number in the batch, the end.
+class FakeEngine(test_rollout.FakeEngine):
+    """A completion is the prompt's first token, its number in the batch, the end.
 
-    ``edit`` may spoil a reply on its way out.
+    ``edit`` may spoil a reply on its way out; it is given the number too.
     """
 
     def __init__(self) -> None:
-        self.run, self.version = "", -1
-        self.prompts: list[list[int]] = []
-        self.sampling: dict[str, Any] = {}
-        self.edit: Callable[[int, dict[str, Any]], Any] = lambda index, reply: reply
+        super().__init__(version=-1, run="")
+        self.edit: Callable[[int, Any], Any] = lambda index, reply: reply  # type: ignore[assignment]
 
-    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
-        assert message == {"op": "status"}
-        serves = {"run": self.run, "version": self.version, "state": "serving"}
-        return {**serves, "logprobs": {"raw": False}}
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [request["input_ids"] for request in self.requests]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return self.requests[0]["sampling_params"]  # type: ignore[no-any-return]
 
     def sample(self, requests: Sequence[dict[str, Any]], timeout: float | None = None) -> list[Any]:
-        self.prompts = [request["input_ids"] for request in requests]
-        self.sampling = requests[0]["sampling_params"]
-        return [self.edit(i, self._reply(i, prompt)) for i, prompt in enumerate(self.prompts)]
+        self.requests.clear()
+        return super().sample(requests, timeout)
 
-    def _reply(self, index: int, prompt: list[int]) -> dict[str, Any]:
-        ids = [prompt[0], index, END]
+    def reply(self, i: int, request: dict[str, Any]) -> Any:
+        ids = [request["input_ids"][0], i, END]
         meta = {
             "finish_reason": {"type": "stop", "matched": END},
             "output_token_logprobs": [[-6.0 - t, token, None] for t, token in enumerate(ids)],
             "policy_version": [self.version] * len(ids),
             "policy_run": [self.run, "", ""],
         }
-        return {"output_ids": ids, "meta_info": meta}
-
-    def close(self) -> None:
-        pass
+        return self.edit(i, {"output_ids": ids, "meta_info": meta})
 
 
 @pytest.fixture
@@ -78,3 +76,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(checkpoint: Path, tmp_path: Path) -> Make:
     return lambda **options: tiny.make_trainer(checkpoint, tmp_path / "output", **options)
+
+
+@pytest.fixture
+def train(make: Make, engine: FakeEngine) -> Make:
+    """Makes a trainer and trains it on the fake engine, a step if not told otherwise."""
+
+    def run(**options: Any) -> Any:
+        trainer = make(**{"max_steps": 1, **options})
+        adapter.attach(trainer, engine)
+        trainer.train()
+        return trainer
+
+    return run

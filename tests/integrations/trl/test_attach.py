@@ -1,5 +1,8 @@
 """TRL's own GRPOTrainer and ``rollout`` on a fake engine: what is asked, trained on and logged."""
 
+import functools
+import math
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.trl.tiny_model import END
@@ -67,11 +71,9 @@ def test_a_batch_is_what_the_engine_sampled(
         assert row["fp8rl/alarms"] == 0  # of too few tokens to judge
 
 
-def test_a_reporter_has_what_is_logged(make: Make, engine: FakeEngine, tmp_path: Path) -> None:
+def test_a_reporter_has_what_is_logged(train: Make, tmp_path: Path) -> None:
     """TensorBoard's event files, read back: every number of training and of evaluation."""
-    trainer = make(max_steps=2, report_to="tensorboard", per_device_eval_batch_size=8)
-    adapter.attach(trainer, engine)
-    trainer.train()
+    trainer = train(max_steps=2, report_to="tensorboard", per_device_eval_batch_size=8)
     trainer.evaluate(trainer.train_dataset.select(range(1)))
     (folder,) = {file.parent for file in tmp_path.rglob("events.out.tfevents.*")}
     events = EventAccumulator(str(folder)).Reload()
@@ -96,36 +98,30 @@ def test_a_reporter_has_what_is_logged(make: Make, engine: FakeEngine, tmp_path:
 
 
 def test_alarms_are_logged_and_warn_once(
-    make: Make,
-    engine: FakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    train: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same logprobs, of enough tokens."""
     monkeypatch.setattr(alarms, "_announced", set())
     sequences = alarms.MIN_TOKENS // 3 + 1
-    trainer = make(max_steps=2, per_device_train_batch_size=8 * -(-sequences // 8))
-    adapter.attach(trainer, engine)
-    trainer.train()
+    trainer = train(max_steps=2, per_device_train_batch_size=8 * -(-sequences // 8))
     assert [row["fp8rl/alarms"] > 0 for row in steps_of(trainer)] == [True, True]
     (warning,) = (m for m in caplog.messages if m.startswith("mismatch_kl_k3"))
     assert "rollout and trainer are not the same policy" in warning
 
 
-def test_versions_grow_where_steps_begin_again(make: Make, engine: FakeEngine) -> None:
-    trainer = make(max_steps=1)
-    adapter.attach(trainer, engine)
-    versions = []
-    for _ in range(3):
+def test_versions_grow_where_steps_begin_again(train: Make, engine: FakeEngine) -> None:
+    trainer = train()
+    for version in range(3):
+        assert engine.version == version
+        # transformers loads the best checkpoint at the end, without another step
+        assert trainer._last_loaded_step != trainer.state.global_step
         trainer.train()
-        versions.append(engine.version)
-    assert versions == [0, 1, 2]
 
 
-def test_an_evaluation_samples_from_the_weights_of_its_step(make: Make, engine: FakeEngine) -> None:
-    trainer = make(max_steps=2, num_generations_eval=4, per_device_eval_batch_size=4)
-    adapter.attach(trainer, engine)
-    trainer.train()
+def test_an_evaluation_samples_from_the_weights_of_its_step(
+    train: Make, engine: FakeEngine
+) -> None:
+    trainer = train(max_steps=2, num_generations_eval=4, per_device_eval_batch_size=4)
     metrics = trainer.evaluate(trainer.train_dataset.select(range(1)))
     assert engine.version == 2 and len(engine.prompts) == 4
     assert metrics["eval_reward"] > 0
@@ -178,32 +174,25 @@ def failed(index: int, reply: dict[str, Any]) -> Any:
     return EngineError("request 3 is too long", 400) if index == 3 else reply
 
 
-def aborted(index: int, reply: dict[str, Any]) -> Any:
-    if index == 3:
-        reply["meta_info"]["finish_reason"] = {"type": "abort"}
-    return reply
+def spoil(*path: Any, value: Any) -> Any:
+    """An edit of one part of reply 3."""
+
+    def edit(index: int, reply: dict[str, Any]) -> Any:
+        if index == 3:
+            *parents, last = path
+            functools.reduce(operator.getitem, parents, reply)[last] = value
+        return reply
+
+    return edit
 
 
-def empty(index: int, reply: dict[str, Any]) -> Any:
-    return reply | {"output_ids": []} if index == 3 else reply
+aborted = spoil("meta_info", "finish_reason", value={"type": "abort"})
+empty = spoil("output_ids", value=[])
+mixed = spoil("meta_info", "policy_version", 2, value=1)
+nan = spoil("meta_info", "output_token_logprobs", 1, 0, value=math.nan)
 
 
-def mixed(index: int, reply: dict[str, Any]) -> Any:
-    if index == 3:
-        reply["meta_info"]["policy_version"][2] += 1
-    return reply
-
-
-def nan(index: int, reply: dict[str, Any]) -> Any:
-    if index == 3:
-        reply["meta_info"]["output_token_logprobs"][1][0] = float("nan")
-    return reply
-
-
-EDITS = [failed, aborted, empty, mixed, nan]
-
-
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", [failed, aborted, empty, mixed, nan])
 def test_a_completion_that_failed_is_left_out_of_baseline_and_loss(
     edit: Any, make: Make, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,22 +282,17 @@ def test_a_rollout_func_has_all_completions_or_an_error(
     assert trainer.state.global_step == 0
 
 
-def test_harmless_generation_kwargs_are_sent(make: Make, engine: FakeEngine) -> None:
-    trainer = make(max_steps=1, generation_kwargs={"max_new_tokens": 5, "ignore_eos": True})
-    adapter.attach(trainer, engine)
-    trainer.train()
+def test_harmless_generation_kwargs_are_sent(train: Make, engine: FakeEngine) -> None:
+    train(generation_kwargs={"max_new_tokens": 5, "ignore_eos": True})
     assert engine.sampling["max_new_tokens"] == 5 and engine.sampling["ignore_eos"]
 
 
-def test_without_correction_only_the_version_is_logged(make: Make, engine: FakeEngine) -> None:
-    trainer = make(max_steps=1, vllm_importance_sampling_correction=False)
-    adapter.attach(trainer, engine)
-    trainer.train()
-    (row,) = steps_of(trainer)
+def test_without_correction_only_the_version_is_logged(train: Make) -> None:
+    (row,) = steps_of(train(vllm_importance_sampling_correction=False))
     assert row["fp8rl/policy_version"] == 0 and "fp8rl/ess" not in row
 
 
-def test_a_batch_of_truncated_completions_is_accepted(make: Make, engine: FakeEngine) -> None:
+def test_a_batch_of_truncated_completions_is_accepted(train: Make, engine: FakeEngine) -> None:
     def cut(index: int, reply: dict[str, Any]) -> Any:
         meta = reply["meta_info"]
         meta["finish_reason"] = {"type": "length"}
@@ -316,19 +300,8 @@ def test_a_batch_of_truncated_completions_is_accepted(make: Make, engine: FakeEn
             meta[name] = meta[name][:2]
         return reply | {"output_ids": reply["output_ids"][:2]}
 
-    trainer = make(max_steps=1, mask_truncated_completions=True)
-    adapter.attach(trainer, engine)
     engine.edit = cut
-    trainer.train()
-    assert "fp8rl/ess" not in steps_of(trainer)[0]
-
-
-def test_the_best_checkpoint_is_sent_before_it_is_evaluated(make: Make, engine: FakeEngine) -> None:
-    """transformers loads it at the end, without another step."""
-    trainer = make(max_steps=1)
-    adapter.attach(trainer, engine)
-    trainer.train()
-    assert trainer._last_loaded_step != trainer.state.global_step
+    assert "fp8rl/ess" not in steps_of(train(mask_truncated_completions=True))[0]
 
 
 def test_without_trl_the_import_says_what_to_install() -> None:
@@ -340,3 +313,49 @@ def test_without_trl_the_import_says_what_to_install() -> None:
     assert child.returncode != 0
     assert last.startswith("ImportError: trainer_bridge.adapters.trl")
     assert "run pip install 'trl>=1.16'" in last
+
+
+# -- refused before anything is sampled
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vllm_structured_outputs_regex": "a+"}, "regex"),
+        ({"generation_kwargs": {"frequency_penalty": 0.5}}, "frequency_penalty"),
+        ({"generation_kwargs": {"n": 2}}, "num_generations"),
+        ({"generation_kwargs": {"temperature": 0.6}}, "temperature of the GRPOConfig"),
+        ({"generation_kwargs": {"beam_width": 2}}, "beam_width"),
+        ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, "vespo"),
+    ],
+)
+def test_options_without_usable_logprobs_are_refused(
+    options: dict[str, Any], message: str, make: Make
+) -> None:
+    trainer = make(**options)
+    with pytest.raises(ValueError, match=message):
+        adapter.attach(trainer, "http://127.0.0.1:1")
+    assert not trainer.use_vllm and not hasattr(trainer, "vllm_generation")
+
+
+def test_trainers_that_cannot_work_are_refused(make: Make, engine: FakeEngine) -> None:
+    with pytest.raises(ValueError, match="not a trl"):
+        adapter.attach(object(), engine)
+    trainer = make()
+    adapter.attach(trainer, engine)
+    with pytest.raises(ValueError, match="attach once"):
+        adapter.attach(trainer, engine)
+    for spoil, message in (
+        (lambda t: setattr(t, "_is_vlm", True), "vision"),
+        (lambda t: setattr(t._dist, "fsdp_version", 1), "FSDP1"),
+        (lambda t: setattr(t._dist, "zero_stage", 3), "ZeRO-3"),
+        (lambda t: t.model.register_parameter("codes", int8()), "quantized"),
+    ):
+        trainer = make()
+        spoil(trainer)
+        with pytest.raises(ValueError, match=message):
+            adapter.attach(trainer, engine)
+
+
+def int8() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(1, dtype=torch.int8), requires_grad=False)

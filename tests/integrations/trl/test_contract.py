@@ -12,6 +12,7 @@ from tests.integrations.trl import conftest
 from tests.integrations.trl.conftest import Make
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from tests.trainer_bridge.test_fsdp import plain_engine
 from trainer_bridge.adapters.contract import CHANGING, check_refusals, check_resume, check_updates
 from trainer_bridge.adapters.trl import attach
 
@@ -23,9 +24,7 @@ class Engine(conftest.FakeEngine):
 
     def __init__(self, tensors: toy.Tensors) -> None:
         super().__init__()
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        storage = {name: torch.zeros(shape, dtype=toy.BF16) for name, shape in shapes.items()}
-        self.engine = FakeEngine([toy.engine(toy.Model(storage, load), shapes)])
+        self.engine = FakeEngine(plain_engine(tensors).ranks)
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = self.engine.control(message)
@@ -37,11 +36,6 @@ class Engine(conftest.FakeEngine):
     def sample(self, requests: Sequence[dict[str, Any]], timeout: float | None = None) -> list[Any]:
         self.engine.sampled()
         return super().sample(requests, timeout)
-
-
-def load(model: toy.Model, weights: toy.Weights) -> None:
-    for name, weight in weights:
-        model.data(name).copy_(weight)
 
 
 def test_updates_and_resumes(make: Make, checkpoint: Path) -> None:

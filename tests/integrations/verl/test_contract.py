@@ -36,9 +36,8 @@ def two_ranks(rank: int, folder: Path) -> None:
     engine = engine_of(1) if rank == 0 else None
 
     def start() -> Any:
-        import_module("trainer_bridge.updates.update").RUN = secrets.token_hex(
-            4
-        )  # as in a new process
+        # as in a new process
+        import_module("trainer_bridge.updates.update").RUN = secrets.token_hex(4)
         adapter = an_adapter(leads=rank == 0)
         adapter._fp8rl_engine, adapter.model_config.local_path = engine, None
 

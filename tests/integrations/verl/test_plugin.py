@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -49,6 +50,16 @@ PREFIX = "sgl_fp8rl.integrations.verl"
 STOCK = "verl.workers.rollout"
 
 
+def printed(code: str, **environment: str) -> tuple[list[str], str]:
+    """The words that code prints last in an interpreter of its own, and what it logs."""
+    line = [sys.executable, "-c", code]
+    child = subprocess.run(
+        line, env=os.environ | environment, capture_output=True, text=True, timeout=250
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    return child.stdout.splitlines()[-1].split(), child.stderr
+
+
 @pytest.mark.parametrize(
     ("before", "plugins", "adapter_of", "loader_of", "error"),
     [
@@ -61,16 +72,12 @@ STOCK = "verl.workers.rollout"
 def test_verl_loads_it_from_its_entry_point(
     before: str, plugins: str, adapter_of: str, loader_of: str, error: str | None
 ) -> None:
-    """In an interpreter of its own; a failure is logged where everyone sees it."""
-    environment = os.environ | {"VERL_USE_EXTERNAL_PLUGINS": plugins}
-    line = [sys.executable, "-c", before + REGISTRIES]
-    child = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=250)
-    assert child.returncode == 0, child.stderr[-2000:]
-    found, loader = child.stdout.splitlines()[-1].split()
+    """A failure is logged where everyone sees it."""
+    (found, loader), logged = printed(before + REGISTRIES, VERL_USE_EXTERNAL_PLUGINS=plugins)
     assert found == adapter_of
     assert loader.startswith(loader_of)
-    said = "sgl-fp8rl is not available in verl" in child.stderr
-    assert said is (error is not None) and (error or "") in child.stderr
+    said = "sgl-fp8rl is not available in verl" in logged
+    assert said is (error is not None) and (error or "") in logged
 
 
 BROKEN = "import sys; sys.modules['sgl_fp8rl.verl.trainer'] = None\n"
@@ -83,22 +90,13 @@ print(early, *(TRAINER_REGISTRY[n].__module__ for n in ("sync", "fp8rl") if n in
 STOCK_TRAINER = "verl.trainer.ppo.v1.trainer_sync"
 
 
-@pytest.mark.parametrize(
-    ("before", "trainers", "error"),
-    [
-        ("", [STOCK_TRAINER, f"{PREFIX}.trainer"], False),
-        (BROKEN, [STOCK_TRAINER], True),
-    ],
-)
-def test_our_trainer_is_registered_after_verls(
-    before: str, trainers: list[str], error: bool
-) -> None:
+@pytest.mark.parametrize("before", ["", BROKEN])
+def test_our_trainer_is_registered_after_verls(before: str) -> None:
     """Not earlier: most processes of verl do without. One that cannot be imported is loud."""
-    line = [sys.executable, "-c", before + TRAINERS]
-    child = subprocess.run(line, capture_output=True, text=True, timeout=250)
-    assert child.returncode == 0, child.stderr[-2000:]
-    assert child.stdout.splitlines()[-1].split() == ["False", *trainers]
-    assert ("trainer.v1.trainer_mode=fp8rl will be refused" in child.stderr) is error
+    (early, *trainers), logged = printed(before + TRAINERS)
+    assert early == "False"
+    assert trainers == [STOCK_TRAINER, f"{PREFIX}.trainer"][: 1 if before else 2]
+    assert ("trainer.v1.trainer_mode=fp8rl will be refused" in logged) is bool(before)
 
 
 @pytest.mark.parametrize("quantization", ["fp8rl", "fp8", None])
@@ -113,32 +111,14 @@ def test_a_replica_starts_our_server_under_the_key_only(quantization: str | None
 # ---- the adapter, without a server
 
 
-class Called:
-    """A server actor whose methods are remembered."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        async def remote(*args: Any) -> None:
-            self.calls.append((name, *args))
-
-        return SimpleNamespace(remote=remote)
-
-
 def an_adapter(leads: bool, quantization: str | None = "fp8rl") -> Any:
     made: Any = object.__new__(get_rollout_class("sglang"))
     made.config = RolloutConfig(name="sglang", quantization=quantization)
     made.model_config = SimpleNamespace(
         local_path="the checkpoint", hf_config=SimpleNamespace(model_type="qwen3")
     )
-    made.server_actor = Called()
+    made.server_actor, made._init_server_adapter = AsyncMock(), AsyncMock()
     made._is_server_tp_leader = lambda: leads
-
-    async def init() -> None:
-        pass
-
-    made._init_server_adapter = init
     return made
 
 
@@ -172,28 +152,22 @@ def test_offloaded_parameters_come_whole_on_the_device(
 
 def test_each_call_notes_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one without a number."""
-    versions: list[int] = []
-    monkeypatch.setattr(
-        adapter.trainer_bridge, "update", lambda *_, version, **__: versions.append(version)
-    )
+    update = Mock()
+    monkeypatch.setattr(adapter.trainer_bridge, "update", update)
     leader = an_adapter(leads=True)
     for step in (0, 0, None, 7, 5):
         asyncio.run(leader.update_weights(iter(()), global_steps=step))
-    assert versions == [0, 1, 2, 7, 8]
-    noted = [call[1:] for call in leader.server_actor.calls if call[0] == "fp8rl_note_step"]
-    assert noted == [(0, 0), (1, 0), (2, None), (7, 7), (8, 5)]
+    assert [call.kwargs["version"] for call in update.mock_calls] == [0, 1, 2, 7, 8]
+    noted = leader.server_actor.fp8rl_note_step.remote.mock_calls
+    assert [call.args for call in noted] == [(0, 0), (1, 0), (2, None), (7, 7), (8, 5)]
 
 
 def test_without_the_key_verls_own_update_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    async def stock(self: Any, *args: Any, **keywords: Any) -> None:
-        seen.append((*args, keywords))
-
+    stock = AsyncMock()
     monkeypatch.setattr(ServerAdapter, "update_weights", stock)
     other = an_adapter(leads=True, quantization="fp8")
     asyncio.run(other.update_weights("weights", global_steps=3, base_sync_done=True))
-    assert seen == [("weights", 3, "named_tensors", {"base_sync_done": True})]
+    stock.assert_awaited_once_with("weights", 3, "named_tensors", base_sync_done=True)
 
 
 # ---- the server, without an engine

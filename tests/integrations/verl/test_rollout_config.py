@@ -21,22 +21,12 @@ class Config:
         raise AttributeError(name)
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (Config(), None),
-        (Config(top_p=1.0, top_k=-1, repetition_penalty=1.0), None),
-        (Config(top_k=0), None),
-        (Config(backend="nccl"), None),
-        (Config(backend="delta_sharded"), "delta_sharded"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(config: Any, named: str | None) -> None:
-    if named is None:
+def test_what_cannot_be_honoured_is_refused() -> None:
+    off = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+    for config in (Config(), Config(**off), Config(top_k=0), Config(backend="nccl")):
         check(config)
-        return
-    with pytest.raises(ValueError, match=named):
-        check(config)
+    with pytest.raises(ValueError, match="delta_sharded"):
+        check(Config(backend="delta_sharded"))
 
 
 def test_sampling_that_changes_logprobs_is_refused() -> None:
@@ -52,11 +42,7 @@ def test_the_key_becomes_an_argument_of_sglang(given: Any) -> None:
     assert config.get("engine_kwargs") == {"sglang": {**kept, "quantization": "fp8rl"}}
     assert config.get("quantization") is None
     assert given in (None, {}, {"sglang": None}, {"sglang": {"tp_size": 1}})  # not written into
-
-
-@pytest.mark.parametrize("other", [None, "fp8"])
-def test_other_rollouts_are_not_ours(other: str | None) -> None:
-    assert not is_ours(Config(quantization=other))
+    assert not any(is_ours(Config(quantization=other)) for other in (None, "fp8"))
 
 
 def test_our_lists_become_tuples() -> None:
