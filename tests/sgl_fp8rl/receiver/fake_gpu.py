@@ -279,3 +279,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
 def engine(gpu: Interpreter, model: torch.nn.Module, shapes: toy.Shapes) -> EngineWeights:
     gpu.writable += [span_of(parameter) for parameter in model.parameters()]
     return toy.engine(model, shapes)
+
+
+Make = Callable[[torch.nn.Module, toy.Shapes], EngineWeights]
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes an engine that writes as on a CPU, or as on a GPU whose kernels are interpreted."""
+    if request.param == "torch":
+        return toy.engine
+    return partial(engine, request.getfixturevalue("gpu"))

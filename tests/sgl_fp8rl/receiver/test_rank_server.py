@@ -382,10 +382,10 @@ REFUSED: dict[str, tuple[Act, str]] = {
     "an unknown step": (lambda t: t.ask({"op": "eval"}), "no step 'eval'"),
     "no step": (with_descriptor({}), "no step None"),
     "no number of a part": (with_descriptor({"op": "chunk"}), "chunk None is not awaited"),
-    "a chunk that there is not": (opened(chunk(2)), "chunk 2 is not awaited"),
-    "a chunk is a list": (opened(chunk([0])), "chunk [0] is not awaited"),
-    "a chunk is a truth value": (opened(chunk(True)), "chunk True is not awaited"),
-    "a chunk is a fraction": (opened(chunk(1.0)), "chunk 1.0 is not awaited"),
+    **{
+        f"chunk {index}": (opened(chunk(index)), f"chunk {index} is not awaited")
+        for index in (2, -1, 2**70, [0], True, 1.0, None)
+    },
     "finish first": (lambda t: t.ask({"op": "finish"}), "2 of 2 chunks are missing, w among them"),
 }
 
