@@ -1,7 +1,6 @@
 """The writer of a GPU on the CPU; ``fake_gpu.py`` stands for its kernels."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Status
-from sgl_fp8rl.protocol.chunks import Piece
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.receiver.writers import cut_blocks, triton_writer
-from sgl_fp8rl.receiver.writers.shared_memory import Segments, SharedMemoryError
+from sgl_fp8rl.receiver.writers.shared_memory import SharedMemoryError
 from tests import oracle
 from tests.sgl_fp8rl.receiver import fake_gpu, toy
 from tests.sgl_fp8rl.receiver.fake_gpu import (
@@ -30,6 +28,7 @@ from tests.sgl_fp8rl.receiver.fake_gpu import (
     Interpreter,
     OnDevice,
     engine,
+    in_place,
     span_of,
 )
 from tests.sgl_fp8rl.receiver.toy import BF16, FP8, Model, Weights
@@ -228,36 +227,6 @@ def test_a_stage_is_freed_where_a_launch_fails(gpu: Interpreter) -> None:
     assert [stage.closed for stage in gpu.stages] == [1]
 
 
-def in_place(
-    gpu: Interpreter,
-    tensors: toy.Tensors,
-    gap: int,
-    rows: int = 1 << 20,
-    nbytes: int = 1 << 20,
-) -> Segments:
-    """The tensors laid out in two allocations, with gaps, in pieces of so many rows."""
-    contents = [torch.full((nbytes,), 0xA5, dtype=torch.uint8) for _ in range(2)]
-    segments = Segments("s", [], {}, 0)
-    ends, segment = [gap] * 2, 0
-    for name, tensor in tensors.items():
-        pieces = segments.places[name] = list[Piece]()
-        first = 0
-        for part in tensor.split(rows):
-            segment = 1 - segment
-            raw = part.flatten().view(torch.uint8)
-            pieces.append(Piece(segment, ends[segment], (first, first + len(part))))
-            contents[segment][ends[segment] :][: raw.numel()] = raw
-            ends[segment] += raw.numel() + gap
-            first += len(part)
-    segments._mappings = [  # type: ignore[assignment]
-        SimpleNamespace(tensor=content, nbytes=nbytes, address=content.data_ptr())
-        for content in contents
-    ]
-    segments.gpus = [*GPUS]
-    gpu.shared = [span_of(content) for content in contents]
-    return segments
-
-
 @pytest.mark.parametrize("rows", [1 << 20, 128, 64, 200, 3])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("fp8", [False, True])
@@ -410,19 +379,3 @@ def test_blocks_that_were_not_written_are_noticed(gpu: Interpreter) -> None:
     with pytest.raises(RuntimeError, match=r"\d+ of \d+ blocks were written"):
         toy.update(weights, toy.checkpoint())
     assert weights.state is not State.SERVING
-
-
-def test_what_falls_back_makes_no_moves(gpu: Interpreter) -> None:
-    def load(model: Model, named: Weights) -> None:
-        for name, weight in named:
-            model.data(name).copy_(weight * 2 if name == "n" else weight)
-
-    shapes: toy.Shapes = {"w": (256, 128), "n": (64,)}
-    storage = {**toy.fp8_storage("w", 256, 128), "n": torch.zeros(64, dtype=BF16)}
-    weights = engine(gpu, Model(storage, load), shapes)
-    tensors = toy.checkpoint(shapes=shapes)
-    compiled: list[CopyDescriptor] = []
-    gpu.damage = lambda descriptors: compiled.extend(descriptors) or descriptors  # type: ignore[func-returns-value]
-    toy.update(weights, tensors)
-    assert [descriptor.tag for descriptor in compiled] == [0]  # w, the first of the manifest
-    assert torch.equal(weights.model.get_parameter("n"), tensors["n"] * 2)
