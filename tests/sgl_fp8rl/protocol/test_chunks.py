@@ -24,7 +24,7 @@ shapes = st.one_of(
     st.tuples(sizes, sizes),
     st.tuples(st.integers(1, 6), st.integers(1, 40), st.integers(1, 40)),
 )
-names = st.text("abc.", min_size=1, max_size=3)
+names = st.text("abc.é☃", min_size=1, max_size=3)
 
 
 @st.composite
@@ -198,6 +198,7 @@ def test_both_sides_cut_alike(manifest: Manifest) -> None:
     received = manifest
     if manifest.tensors:
         received = Manifest.from_json(json.loads(json.dumps(manifest.to_json())))
+    assert received == manifest
     assert cut_into_chunks(received) == cut_into_chunks(manifest)
     assert received.fingerprint == manifest.fingerprint
 

@@ -85,6 +85,7 @@ BAD = {
 }
 
 
+@pytest.mark.guarantee("malformed", fault="frames that are not messages")
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD)
 def test_what_is_no_message_is_refused(pair: Pair, data: bytes) -> None:
     before = descriptors()

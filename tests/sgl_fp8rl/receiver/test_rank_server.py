@@ -388,18 +388,6 @@ def test_a_trainer_hears_that_host_memory_would_do(
     assert (outcome.committed, outcome.dirty) == (False, False)
 
 
-@pytest.mark.guarantee("malformed", fault="frames that are not messages")
-@pytest.mark.parametrize(
-    "data", [b"\xff\xff\xff\xff", framed(b"no JSON"), framed(b"[1]"), framed(b"\xff"), b"\0\0"]
-)
-def test_a_malformed_frame_ends_the_session(trainer: Trainer, data: bytes) -> None:
-    trainer.sock.sendall(data)
-    trainer.sock.shutdown(socket.SHUT_WR)
-    outcome = trainer.rank.outcome()
-    assert not outcome.committed
-    assert "is gone" in outcome.reason
-
-
 def test_commit_before_finish(trainer: Trainer) -> None:
     trainer.open_bucket()
     trainer.send_all()

@@ -205,9 +205,11 @@ def test_mapped_tensors_make_the_last_chunk() -> None:
 
 def test_an_update_that_maps_nothing_lets_go_of_the_trainers_parameters() -> None:
     weights, tensors = ragged(), toy.checkpoint(shapes=BIG)
-    weights.memory.segments = in_place(None, {}, 0)
+    segments = weights.memory.segments = in_place(None, {}, 0)
+    mappings: list[Any] = list(segments._mappings)
     assert weights.memory.known() == ["s"]
     begin(weights, tensors)
+    assert [mapping.closed for mapping in mappings] == [1, 1]
     assert weights.memory.known() == ["toy"]
 
 
