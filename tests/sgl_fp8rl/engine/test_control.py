@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +64,13 @@ class Engine:
     async def _receive(self, healthy_s: float, sockets: Sequence[str] = ()) -> dict[str, Any]:
         return {"ended": True, "version": 3}
 
+    def refuses(self, fault: str, **more: Any) -> int:
+        """The status of a ``begin`` that is refused; generation goes on."""
+        with pytest.raises(ControlError, match=fault) as refused:
+            self.begin(**more)
+        assert not self.manager.is_pause
+        return refused.value.status
+
     def begin(self, **more: Any) -> dict[str, Any]:
         message = {"op": "begin", "version": 0, "fingerprint": "f", "manifest": {}, **more}
 
@@ -77,13 +84,28 @@ class Engine:
         return asyncio.run(session())
 
 
-def test_requests_are_aborted_until_the_session_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chosen", [{}, {"in_flight": "finish"}, {"in_flight": "retract"}])
+def test_requests_are_aborted_until_the_session_begins_if_nothing_else_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, Any]
+) -> None:
+    """A sleep after its beginning would be added to every update that waits for requests."""
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def counted(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(control_module.asyncio, "sleep", counted)
     engine = Engine(monkeypatch, BUSY, BUSY, BEGUN)
-    assert engine.begin()["sockets"] == BEGUN["sockets"]
-    assert [type(sent) for sent in engine.sent] == [AbortReq] * 2
-    assert all(sent.abort_all for sent in engine.sent)
+    assert engine.begin(**chosen)["sockets"] == BEGUN["sockets"]
+    aborts = 0 if chosen else 2
+    assert [(type(sent), sent.abort_all) for sent in engine.sent] == [(AbortReq, True)] * aborts
     assert ["manifest" in message for message in engine.asked] == [True, False, False]
+    assert all(chosen.items() <= message.items() for message in engine.asked)
     assert not engine.manager.is_pause
+    between = control_module.WAIT_POLL_S if chosen else scheduler_rpc.POLL_S
+    assert waits == [between]  # after the first answer it tries again without one
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
@@ -143,33 +165,20 @@ def test_an_engine_may_be_a_step_behind_its_last_reply(
     assert refused.asked == 1
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "retract"])
-def test_no_request_is_aborted_where_that_was_not_chosen(
-    monkeypatch: pytest.MonkeyPatch, in_flight: str
-) -> None:
-    engine = Engine(monkeypatch, BUSY, BUSY, BEGUN)
-    assert engine.begin(in_flight=in_flight)["sockets"] == BEGUN["sockets"]
-    assert engine.sent == []
-    assert [message["in_flight"] for message in engine.asked] == [in_flight] * 3
-    assert not engine.manager.is_pause
-
-
-def test_an_unknown_choice_is_refused_before_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, BEGUN)
-    with pytest.raises(ControlError, match=r"in_flight.*'wait'.*abort, finish") as no:
-        engine.begin(in_flight="wait")
-    assert no.value.status == 400
-    assert engine.asked == []
-    assert not engine.manager.is_pause
-
-
 @pytest.mark.guarantee("no-bypass", fault="an update over TCP that was not asked for")
-def test_an_update_from_another_host_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over TCP any user could write: a rank's own socket takes the engine's user alone."""
+@pytest.mark.parametrize(
+    ("message", "fault", "status"),
+    [
+        ({"in_flight": "wait"}, r"in_flight.*'wait'.*abort, finish", 400),
+        # over TCP any user could write: a rank's own socket takes the engine's user alone
+        ({"relay": True}, r"--fp8rl-listen any and a key", 403),
+    ],
+)
+def test_what_is_refused_before_anything(
+    monkeypatch: pytest.MonkeyPatch, message: dict[str, Any], fault: str, status: int
+) -> None:
     engine = Engine(monkeypatch, BEGUN)
-    with pytest.raises(ControlError, match=r"--fp8rl-listen any and a key") as no:
-        engine.begin(relay=True)
-    assert no.value.status == 403 and engine.asked == [] and not engine.manager.is_pause
+    assert (engine.refuses(fault, **message), engine.asked) == (status, [])
     assert engine.begin(relay=1)["sockets"] == BEGUN["sockets"], "control: one of this host"
 
 
@@ -200,13 +209,11 @@ def test_a_port_that_cannot_be_opened_is_told_before_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks that had begun would wait for a trainer that cannot come."""
-    monkeypatch.setattr(
-        control_module, "current_options", lambda: Fp8RLServerArgs(listen="any", key="secret")
-    )
+    options = Fp8RLServerArgs(listen="any", key="secret")
+    monkeypatch.setattr(control_module, "current_options", lambda: options)
     engine = Engine(monkeypatch, BEGUN, host="192.0.2.1")
-    with pytest.raises(ControlError, match=r"cannot listen at 192.0.2.1.*--host"):
-        engine.begin(relay=True)
-    assert engine.asked == [] and not engine.manager.is_pause
+    engine.refuses(r"cannot listen at 192.0.2.1.*--host", relay=True)
+    assert engine.asked == []
     engine = Engine(monkeypatch, BEGUN, host="127.0.0.1")
     assert engine.begin(relay=True)["relay"]["port"] > 0, "control"
 
@@ -228,29 +235,7 @@ def test_requests_that_do_not_end_are_given_up_on(
 ) -> None:
     monkeypatch.setattr(control_module, f"{limit}_TIMEOUT_S", -1.0)
     engine = Engine(monkeypatch, BUSY)
-    with pytest.raises(ControlError, match=f"in_flight.*'{in_flight}'") as refused:
-        engine.begin(in_flight=in_flight)
-    assert refused.value.status == 503
-    assert not engine.manager.is_pause
-
-
-@pytest.mark.parametrize("in_flight", ["abort", "finish", "retract"])
-def test_a_session_that_begins_is_announced_at_once(
-    monkeypatch: pytest.MonkeyPatch, in_flight: str
-) -> None:
-    """A sleep after it would be added to every update that waits for requests."""
-    waits: list[float] = []
-    sleep = asyncio.sleep
-
-    async def counted(seconds: float) -> None:
-        waits.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(control_module.asyncio, "sleep", counted)
-    engine = Engine(monkeypatch, BUSY, BUSY, BEGUN)
-    engine.begin(in_flight=in_flight)
-    between = scheduler_rpc.POLL_S if in_flight == "abort" else control_module.WAIT_POLL_S
-    assert waits == [between]  # after the first answer it tries again without one
+    assert engine.refuses(f"in_flight.*'{in_flight}'", in_flight=in_flight) == 503
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -268,18 +253,15 @@ def test_a_users_pause_meanwhile_is_kept(
 
     manager._async_dispatch_to_scheduler = dispatch
 
-    async def user() -> None:
+    def user() -> Coroutine[Any, Any, None]:
         if paused:
-            await TokenizerManager.continue_generation(manager, ContinueGenerationReqInput())
-        else:
-            message = PauseGenerationReqInput(mode="in_place")
-            await TokenizerManager.pause_generation(manager, message)
+            return TokenizerManager.continue_generation(manager, ContinueGenerationReqInput())
+        return TokenizerManager.pause_generation(manager, PauseGenerationReqInput(mode="in_place"))
 
     async def ask(message: dict[str, Any]) -> dict[str, Any]:
         calls.append(asyncio.create_task(user()))
         await asyncio.sleep(0.01)
-        assert manager.is_pause
-        assert engine.sent == []
+        assert manager.is_pause and engine.sent == []
         return engine._answers[0]
 
     calls: list[asyncio.Task[None]] = []
@@ -302,71 +284,60 @@ def test_a_users_pause_meanwhile_is_kept(
 class Silent:
     """A socket whose reply comes after some looks at it."""
 
-    def __init__(self, looks: int = 5) -> None:
-        self.looks = looks
+    looks = 5
 
     def poll(self, timeout: int) -> bool:
         self.looks -= 1
         return self.looks < 0
 
 
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Control]:
+    """A control channel whose schedulers are silent for longer than so many seconds."""
+
+    def make(limit_s: float) -> Control:
+        monkeypatch.setattr(scheduler_rpc, "ANSWER_TIMEOUT_S", limit_s)
+        options = SimpleNamespace(**asdict(Fp8RLServerArgs()) | {"session_timeout_s": limit_s})
+        monkeypatch.setattr(control_module, "current_options", lambda: options)
+        monkeypatch.setattr(compat, "sock_send", lambda rpc, message: None, raising=False)
+        reply = SimpleNamespace(message="{}")
+        monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)
+        manager = SimpleNamespace(
+            is_pause=False, is_pause_cond=asyncio.Condition(), last_receive_tstamp=0.0
+        )
+        return Control(manager, Silent(), SimpleNamespace())  # type: ignore[arg-type]
+
+    return make
+
+
+async def session(control: Control, sockets: Sequence[str] = ()) -> None:
+    await control._manager.is_pause_cond.acquire()
+    await control._watch(False, sockets)
+    assert control._ended == {}
+
+
 @pytest.mark.parametrize("op", ["layout", "session"])
 @pytest.mark.parametrize("hangs", [False, True])
 def test_health_sees_schedulers_that_hang(
-    monkeypatch: pytest.MonkeyPatch, op: str, hangs: bool
+    waiting: Callable[[float], Control], op: str, hangs: bool
 ) -> None:
     """It fails where nothing was received for 20 s: what hangs longer than it may is not hidden."""
-    limit_s = -1.0 if hangs else 60.0
-    monkeypatch.setattr(scheduler_rpc, "ANSWER_TIMEOUT_S", limit_s)
-    monkeypatch.setattr(
-        control_module,
-        "current_options",
-        lambda: SimpleNamespace(**asdict(Fp8RLServerArgs()) | {"session_timeout_s": limit_s}),
-    )
-    reply = SimpleNamespace(message="{}")
-    monkeypatch.setattr(compat, "sock_send", lambda rpc, message: None, raising=False)
-    monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)
-    manager = SimpleNamespace(is_pause=False, is_pause_cond=asyncio.Condition())
-    manager.last_receive_tstamp = 0.0
-    control = Control(manager, Silent(), SimpleNamespace())  # type: ignore[arg-type]
-
-    async def session() -> None:
-        if op == "layout":
-            assert await control._schedulers.ask({"op": "layout"}) == {}
-            return
-        await manager.is_pause_cond.acquire()
-        await control._watch(False)
-        assert control._ended == {}
-
-    asyncio.run(session())
-    assert (manager.last_receive_tstamp == 0.0) is hangs
+    control = waiting(-1.0 if hangs else 60.0)
+    asyncio.run(session(control) if op == "session" else control._schedulers.ask({"op": op}))
+    assert (control._manager.last_receive_tstamp == 0.0) is hangs
 
 
 @pytest.mark.parametrize("speaks", [False, True])
 def test_health_sees_a_trainer_that_speaks_for_longer_than_it_may_be_silent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speaks: bool
+    waiting: Callable[[float], Control], tmp_path: Path, speaks: bool
 ) -> None:
     socket_file = tmp_path / "rank0.sock"
     socket_file.touch()
     later = time.time() + (60.0 if speaks else 0.0)
     os.utime(socket_file, (later, later))
-    monkeypatch.setattr(
-        control_module,
-        "current_options",
-        lambda: SimpleNamespace(**asdict(Fp8RLServerArgs()) | {"session_timeout_s": -1.0}),
-    )
-    reply = SimpleNamespace(message="{}")
-    monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)
-    manager = SimpleNamespace(is_pause=False, is_pause_cond=asyncio.Condition())
-    manager.last_receive_tstamp = 0.0
-    control = Control(manager, Silent(), SimpleNamespace())  # type: ignore[arg-type]
-
-    async def session() -> None:
-        await manager.is_pause_cond.acquire()
-        await control._watch(False, [str(socket_file), str(tmp_path / "closed.sock")])
-
-    asyncio.run(session())
-    assert (manager.last_receive_tstamp > 0.0) is speaks
+    control = waiting(-1.0)
+    asyncio.run(session(control, [str(socket_file), str(tmp_path / "closed.sock")]))
+    assert (control._manager.last_receive_tstamp > 0.0) is speaks
 
 
 def test_schedulers_that_hang_do_not_hold_a_trainer_in_the_same_process_for_ever() -> None:
@@ -450,22 +421,18 @@ class Release:
         return await release_when_idle(self.stock, self.manager, "request")
 
 
+@pytest.mark.parametrize("paused", [False, True])
 def test_a_release_waits_for_requests_and_keeps_new_ones_back(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, paused: bool
 ) -> None:
+    """Also for what a pause aborted: verl pauses and releases at once, and the overlapped
+    scheduler is a step behind its reply."""
     release = Release(monkeypatch, busy=2)
+    release.manager.is_pause = paused
     assert asyncio.run(release.release()) == "released"
     assert release.looks == [True] * 3
     assert not release.manager.is_pause_cond.locked()
-
-
-def test_a_release_waits_for_what_a_pause_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl pauses and releases at once; the overlapped scheduler is a step behind its reply."""
-    release = Release(monkeypatch, busy=2)
-    release.manager.is_pause = True
-    assert asyncio.run(release.release()) == "released"
-    assert release.looks == [True] * 3
-    assert release.manager.is_pause
+    assert release.manager.is_pause is paused
 
 
 @pytest.mark.parametrize(("paused", "why"), [(True, "paused"), (False, "still running")])

@@ -28,6 +28,13 @@ START_TIMEOUT_S = 60.0
 NODE, OTHER = ("10.0.0.4", 30000), ("10.0.0.5", 30000)
 
 
+def refused(options: Fp8RLServerArgs, asked: Request) -> int:
+    """With which status."""
+    with pytest.raises(ControlError) as no:
+        control_route._authorize(options, asked)
+    return no.value.status
+
+
 def request(client: Any, server: Any, **headers: str) -> Request:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     return Request({"type": "http", "client": client, "server": server, "headers": raw})
@@ -48,11 +55,9 @@ def request(client: Any, server: Any, **headers: str) -> Request:
 def test_peers_of_this_host(client: Any, server: Any) -> None:
     control_route._authorize(Fp8RLServerArgs(), request(client, server))
     for header in ("x-forwarded-for", "forwarded"):
-        with pytest.raises(ControlError) as refused:
-            control_route._authorize(
-                Fp8RLServerArgs(), request(client, server, **{header: LOOPBACK})
-            )
-        assert refused.value.status == 403
+        assert refused(Fp8RLServerArgs(), request(client, server, **{header: LOOPBACK})) == 403
+    keyed = Fp8RLServerArgs(key="secret")
+    assert refused(keyed, request(client, server, authorization="Bearer x")) == 401
 
 
 @pytest.mark.parametrize(
@@ -71,18 +76,10 @@ def test_peers_of_this_host(client: Any, server: Any) -> None:
     ],
 )
 def test_other_peers(client: Any, server: Any) -> None:
-    with pytest.raises(ControlError) as refused:
-        control_route._authorize(Fp8RLServerArgs(), request(client, server))
-    assert refused.value.status == 403
+    assert refused(Fp8RLServerArgs(), request(client, server)) == 403
     anyone = Fp8RLServerArgs(listen="any", key="secret")
+    assert refused(anyone, request(client, server)) == 401
     control_route._authorize(anyone, request(client, server, authorization="Bearer secret"))
-
-
-def test_an_address_of_this_host_needs_the_key_too() -> None:
-    options = Fp8RLServerArgs(key="secret")
-    with pytest.raises(ControlError) as refused:
-        control_route._authorize(options, request(("10.0.0.4", 1), NODE, authorization="Bearer x"))
-    assert refused.value.status == 401
 
 
 # ---- what a real server sees
@@ -166,12 +163,9 @@ def test_a_message_learns_that_its_caller_hung_up(port: int, answers: Any) -> No
     assert answers.was_gone.get(timeout=20) is True
 
 
-def test_a_server_refuses_a_peer_with_another_address(port: int, address: str) -> None:
+def test_neither_another_address_nor_a_header_is_of_this_host(port: int, address: str) -> None:
     """Both ends are this host's, but not equal, as those of another host are not."""
     assert post(port, LOOPBACK, source=address)[0] == 403
-
-
-def test_a_header_gives_no_peer_an_address_of_this_host(port: int, address: str) -> None:
     for to in (LOOPBACK, address):
         for claimed in (LOOPBACK, address, f"{LOOPBACK}:5"):
             assert post(port, to, **{"X-Forwarded-For": claimed})[0] == 403

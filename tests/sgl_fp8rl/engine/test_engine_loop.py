@@ -150,40 +150,29 @@ def test_an_error_keeps_nothing(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def test_the_first_loop_of_the_engine_counts(loop: asyncio.AbstractEventLoop) -> None:
-    """SGLang reads replies on the loop of its first call; once that is closed, nobody does."""
+    """SGLang reads replies on the loop of its first call; once that is closed, as ``asyncio.run``
+    closes its own, also under a call, nobody does."""
     manager = Manager()
     shared = EngineLoop(asyncio.new_event_loop(), manager)
-
-    async def first() -> int:
-        manager.event_loop = asyncio.get_running_loop()
-        assert await asyncio.to_thread(shared.run, where()) is manager.event_loop
-        return 1
 
     async def where() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
-    assert asyncio.run(first()) == 1
-    for _ in range(2):
-        with pytest.raises(ControlError, match="is closed"):
-            shared.run(answer(1))
-    shared._loop.close()
-
-
-def test_a_loop_that_ends_under_a_call(loop: asyncio.AbstractEventLoop) -> None:
-    """As ``asyncio.run`` ends its own."""
-    manager = Manager()
-    shared = EngineLoop(asyncio.new_event_loop(), manager)
     with ThreadPoolExecutor(1) as pool:
-        calls: list[Future[int]] = []
 
-        async def main() -> None:
+        async def first() -> Future[int]:
             manager.event_loop = asyncio.get_running_loop()
-            calls.append(pool.submit(shared.run, answer(1, WAIT_S)))
+            assert await asyncio.to_thread(shared.run, where()) is manager.event_loop
+            under_way = pool.submit(shared.run, answer(1, WAIT_S))
             await asyncio.sleep(0.05)
+            return under_way
 
-        asyncio.run(main())
-        with pytest.raises(ControlError, match="is closed"):
-            calls[0].result(WAIT_S)
+        under_way = asyncio.run(first())
+        for _ in range(2):
+            with pytest.raises(ControlError, match="is closed"):
+                under_way.result(WAIT_S)
+            with pytest.raises(ControlError, match="is closed"):
+                shared.run(answer(1))
     shared._loop.close()
 
 

@@ -6,6 +6,10 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
 from torch import nn
 
 from sgl_fp8rl.engine import compat
@@ -15,6 +19,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
+from tests.sgl_fp8rl.engine.fake_scheduler import FakeScheduler
 
 ALL = ["kv_cache", "weights", "cuda_graph"]
 
@@ -23,17 +28,14 @@ class Updater:
     """SGLang's releases and resumes, with what they end themselves over."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        self.scheduler = FakeScheduler()
+        self.scheduler.serve(model)
+        self.tp_worker = self.scheduler.tp_worker
         self.offload_tags: set[str] = set()
-        self.idle = True
-        self.scheduler = SimpleNamespace(is_fully_idle=self.is_fully_idle, _engine_paused=False)
         self.calls: list[tuple[str, list[str]]] = []
 
-    def is_fully_idle(self) -> bool:
-        return self.idle
-
     def release(self, request: Any) -> str:
-        assert self.is_fully_idle(), "release_memory_occupation should be called when idle"
+        assert self.scheduler.is_fully_idle(), "SGLang ends itself"
         assert not self.offload_tags & set(request.tags), "it is away already"
         self.offload_tags |= set(request.tags)
         self.calls.append(("release", request.tags))
@@ -60,16 +62,22 @@ def updater(weights: EngineWeights) -> Updater:
     return Updater(weights.model)
 
 
-def request(*tags: str) -> Any:
-    return SimpleNamespace(tags=list(tags))
+RELEASE, RESUME = ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+Request = ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput
+
+
+def ask(updater: Updater, request: Request) -> Any:
+    if isinstance(request, RELEASE):
+        return memory_release.release(Updater.release, updater, request)
+    return memory_release.resume(Updater.resume, updater, request)
 
 
 def release(updater: Updater, *tags: str) -> Any:
-    return memory_release.release(Updater.release, updater, request(*tags))
+    return ask(updater, RELEASE(tags=list(tags)))
 
 
 def resume(updater: Updater, *tags: str) -> Any:
-    return memory_release.resume(Updater.resume, updater, request(*tags))
+    return ask(updater, RESUME(tags=list(tags)))
 
 
 def test_released_weights_are_quarantined_until_an_update(
@@ -119,16 +127,9 @@ def test_memory_is_unmapped_when_the_gpu_has_done_with_it(monkeypatch: pytest.Mo
 
 
 @pytest.mark.guarantee("released", fault="a request while the KV cache is released")
-def test_nothing_generates_on_released_memory(
-    weights: EngineWeights, updater: Updater, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guards, "scheduler_weights", lambda scheduler: weights)
-    refused: list[tuple[str, int]] = []
-    monkeypatch.setattr(guards, "refuse", lambda _, asked, *why: refused.append(why))
-    served: list[Any] = []
-
-    scheduler = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
-    request = SimpleNamespace(input_ids=[1, 2], mm_inputs=None)
+def test_nothing_generates_on_released_memory(updater: Updater) -> None:
+    scheduler, served = updater.scheduler, list[Any]()
+    request = SimpleNamespace(rid="r", input_ids=[1, 2], mm_inputs=None)
 
     def ask() -> None:
         guards.refuse_generation(lambda _, asked: served.append(asked), scheduler, request)
@@ -136,55 +137,37 @@ def test_nothing_generates_on_released_memory(
     ask()
     release(updater, "kv_cache")
     ask()
-    ((why, status),) = refused
-    assert "kv_cache" in why and "resume_memory_occupation" in why and status == 503
+    (refusal,) = scheduler.sent
+    why = refusal.finished_reason["message"]
+    assert "kv_cache" in why and "resume_memory_occupation" in why
+    assert refusal.finished_reason["status_code"] == 503
     resume(updater, "kv_cache")
     ask()
-    assert len(served) == 2 and len(refused) == 1
+    assert len(served) == 2 and len(scheduler.sent) == 1
 
 
-def step(updater: Updater, *asked: Any) -> list[Any]:
-    """The answers of one step of the scheduler's loop, ``None`` for what waits.
+def step(updater: Updater, *asked: Request) -> list[Any]:
+    """The answers of one step of the scheduler's loop, ``None`` for what waits."""
 
-    Args:
-        asked: requests, whose ``kind`` is ``Updater.release`` or ``Updater.resume``.
-    """
-    hooks = {Updater.release: memory_release.release, Updater.resume: memory_release.resume}
+    def process(_: Any, due: list[Request]) -> list[Any]:
+        return [ask(updater, each) for each in due]
 
-    def process(_: Any, due: list[Any]) -> list[Any]:
-        return [hooks[each.kind](each.kind, updater, each) for each in due]
-
-    return guards.look_around(process, None, list(asked))  # type: ignore[no-any-return]
+    return guards.look_around(process, updater.scheduler, list(asked))  # type: ignore[no-any-return]
 
 
-def of(kind: Any, *tags: str) -> Any:
-    return SimpleNamespace(kind=kind, tags=list(tags))
-
-
-def test_a_release_waits_until_nothing_runs(
-    weights: EngineWeights, updater: Updater, monkeypatch: pytest.MonkeyPatch
+def test_a_release_waits_until_nothing_runs_and_a_resume_behind_it(
+    weights: EngineWeights, updater: Updater
 ) -> None:
-    monkeypatch.setattr(guards, "scheduler_weights", lambda scheduler: weights)
-    updater.idle = False
-    assert step(updater, of(Updater.release, "weights")) == [None]
+    updater.scheduler.idle = False
+    assert step(updater, RELEASE(tags=["weights"])) == [None]
     assert step(updater) == [None]
+    assert step(updater, RESUME(tags=["weights"])) == [None, None]
     assert weights.state is State.SERVING
-    updater.idle = True
-    assert step(updater) == ["released"]
-    assert weights.state is State.QUARANTINED
-    assert step(updater) == []
-
-
-def test_a_resume_comes_after_a_release_that_waits(
-    weights: EngineWeights, updater: Updater, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guards, "scheduler_weights", lambda scheduler: weights)
-    updater.idle = False
-    step(updater, of(Updater.release, "kv_cache"))
-    assert step(updater, of(Updater.resume, "kv_cache")) == [None, None]
-    updater.idle = True
+    updater.scheduler.idle = True
     assert step(updater) == ["released", "resumed"]
+    assert weights.state is State.QUARANTINED
     assert not updater.offload_tags
+    assert step(updater) == []
 
 
 def test_what_fails_in_an_idle_engine_is_an_error(updater: Updater) -> None:
@@ -192,7 +175,7 @@ def test_what_fails_in_an_idle_engine_is_an_error(updater: Updater) -> None:
         raise AssertionError("something else")
 
     with pytest.raises(AssertionError, match="something else"):
-        memory_release.release(fail, updater, request("weights"))
+        memory_release.release(fail, updater, RELEASE(tags=["weights"]))
 
 
 @pytest.mark.parametrize(("tag", "state"), [("weights", "quarantined"), ("kv_cache", "serving")])
@@ -208,7 +191,7 @@ def test_a_resume_that_fails_serves_nothing(
 
     release(updater, tag)
     with pytest.raises(RuntimeError, match="out of memory"):
-        memory_release.resume(fail, updater, request(tag))
+        memory_release.resume(fail, updater, RESUME(tags=[tag]))
     assert weights.state.value == state
     assert weights.released_tags == {tag}
     assert not weights.may_generate
@@ -225,18 +208,16 @@ def test_a_resume_that_fails_serves_nothing(
 )
 @pytest.mark.guarantee("released", fault="requests that a pause kept over a release and a resume")
 def test_what_a_pause_kept_does_not_go_on_in_quarantine(
-    weights: EngineWeights,
-    state: State,
-    away: list[str],
-    why: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    weights: EngineWeights, updater: Updater, state: State, away: list[str], why: str | None
 ) -> None:
-    monkeypatch.setattr(memory_release, "scheduler_weights", lambda scheduler: weights)
-    refused: list[tuple[str, int]] = []
-    monkeypatch.setattr(memory_release, "refuse_waiting", lambda _, *told: refused.append(told))
+    scheduler = updater.scheduler
+    scheduler.waiting_queue = [SimpleNamespace(rid="a")]
     weights.state, weights.reason = state, "the weights' memory was released"
     weights.released_tags = frozenset(away)
-    done = memory_release.continue_served(lambda _, asked: asked, None, "continue")
+    done = memory_release.continue_served(lambda _, asked: asked, scheduler, "continue")
     assert done == "continue"
-    assert len(refused) == (why is not None)
-    assert all(why in told and status == 503 for told, status in refused)
+    assert len(scheduler.waiting_queue) == (why is None)
+    told = [(refusal.rid, refusal.finished_reason) for refusal in scheduler.sent]
+    assert len(told) == (why is not None)
+    assert all(rid == "a" and no["status_code"] == 503 for rid, no in told)
+    assert all(why in no["message"] for _, no in told)

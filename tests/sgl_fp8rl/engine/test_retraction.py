@@ -8,8 +8,9 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.control.retraction import fits, refuse_waiting, retract
+from tests.sgl_fp8rl.engine.fake_scheduler import POOL, FakeScheduler
 
-CLIP, POOL = 4096, 16384
+CLIP = 4096
 
 
 def request(rid: str, prompt: int = 16, output: int = 4, new: int = 64) -> Any:
@@ -23,49 +24,6 @@ def request(rid: str, prompt: int = 16, output: int = 4, new: int = 64) -> Any:
     )
 
 
-class FakeScheduler:
-    """What ``retract`` uses of SGLang's scheduler."""
-
-    def __init__(self, running: list[Any], waiting: list[Any], page_size: int = 1) -> None:
-        self.running, self.waiting_queue = running, waiting
-        self.page_size = page_size
-        self.max_queued_requests: int | None = 1
-        self._engine_paused = False
-        self._pending_chunked_abort_req: Any = None
-        self.sent: list[Any] = []
-        self.flushes = True
-        self.grammar_manager = SimpleNamespace(grammar_queue=[])
-        self.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: POOL)
-        tokenizer = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
-        self.ipc_channels = SimpleNamespace(send_to_tokenizer=tokenizer)
-
-    def pause_generation(self, message: Any) -> None:
-        assert message.mode == "retract"
-        self._engine_paused = True
-        for one in self.running:
-            limit = self.max_queued_requests
-            assert limit is None or len(self.waiting_queue) < limit  # else SGLang would refuse it
-            self.waiting_queue.append(one)
-        self.running = []
-
-    def continue_generation(self, message: Any) -> None:
-        assert not message.torch_empty_cache
-        self._engine_paused = False
-
-    def flush_cache(self, empty_cache: bool) -> bool:
-        assert not empty_cache
-        assert not self.waiting_queue  # else SGLang refuses
-        assert not self.grammar_manager.grammar_queue
-        return self.flushes
-
-    def abort_request(self, message: Any) -> None:
-        assert message.abort_all  # SGLang takes the id of one for a prefix of others
-        self.waiting_queue = []
-
-    def rids(self) -> list[str]:
-        return [one.rid for one in self.waiting_queue]
-
-
 def a_scheduler() -> FakeScheduler:
     return FakeScheduler([request("a"), request("b")], [request("c")])
 
@@ -76,30 +34,18 @@ def clip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "CLIP_MAX_NEW_TOKENS", CLIP, raising=False)
 
 
-def test_what_ran_waits_before_what_waited() -> None:
+@pytest.mark.parametrize("paused", [False, True])
+def test_what_ran_waits_before_what_waited(paused: bool) -> None:
+    """What waits for its grammar goes on waiting for it, and a paused engine stays paused."""
     scheduler = a_scheduler()
+    scheduler._engine_paused = paused
+    compiling = scheduler.grammar_manager.grammar_queue = [request("d")]
     assert retract(scheduler)
     assert scheduler.rids() == ["a", "b", "c"]
+    assert scheduler.grammar_manager.grammar_queue is compiling
     assert scheduler.sent == []
     assert scheduler.max_queued_requests == 1
-    assert not scheduler._engine_paused
-
-
-def test_a_paused_engine_stays_paused() -> None:
-    scheduler = a_scheduler()
-    scheduler._engine_paused = True
-    assert retract(scheduler)
-    assert scheduler._engine_paused
-
-
-def test_what_waits_for_its_grammar_goes_on_waiting() -> None:
-    scheduler = a_scheduler()
-    compiling = [request("d")]
-    scheduler.grammar_manager.grammar_queue = compiling
-    assert retract(scheduler)
-    assert scheduler.grammar_manager.grammar_queue is compiling
-    assert scheduler.rids() == ["a", "b", "c"]
-    assert scheduler.sent == []
+    assert scheduler._engine_paused is paused
 
 
 def test_all_that_wait_are_refused() -> None:
@@ -157,13 +103,13 @@ def test_an_abort_that_was_put_off_is_not_lost() -> None:
     ],
 )
 def test_what_fits(page_size: int, prompt: int, output: int, new: int, admitted: bool) -> None:
-    scheduler = FakeScheduler([], [], page_size)
+    scheduler = FakeScheduler(page_size=page_size)
     assert fits(scheduler, request("r", prompt, output, new)) is admitted
 
 
 def test_embeddings_do_not_go_on() -> None:
     """SGLang would throw their output away, which the client has seen."""
     embedded = request("r")
-    assert fits(FakeScheduler([], []), embedded)
+    assert fits(FakeScheduler(), embedded)
     embedded.input_embeds = [[0.0]]
-    assert not fits(FakeScheduler([], []), embedded)
+    assert not fits(FakeScheduler(), embedded)

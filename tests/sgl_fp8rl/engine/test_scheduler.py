@@ -6,8 +6,9 @@ Each rank is a thread that runs the scheduler's hook; the trainer's side is raw 
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,14 @@ from server_args import Fp8RLServerArgs
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
-from sgl_fp8rl.protocol.policy import Policy, check_policy
+from sgl_fp8rl.protocol.manifest import Manifest, describe
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.kv.quantized import Heads
 from sgl_fp8rl.receiver.kv.scales import KVScales
 from tests.sgl_fp8rl.engine import copies
+from tests.sgl_fp8rl.engine.fake_scheduler import FakeScheduler
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_host import Exchange
 from trainer_bridge.engines.engine_client import EngineError
@@ -38,98 +40,86 @@ TRANSACTION = "the transaction"
 TIMEOUT_S = 30.0
 
 
-class Group:
-    """One rank's end of a tensor-parallel group; ranks that do not all gather are found out."""
+class Rank(threading.local):
+    """Which rank a thread runs."""
 
-    def __init__(self, rank: int, exchange: Exchange) -> None:
-        self.rank, self._exchange = rank, exchange
-        self.gathered = 0
-
-    def gather(self, value: Any) -> list[Any]:
-        self.gathered += 1
-        return self._exchange.gather(self.rank, value)
+    number = 0
 
 
-class FakeScheduler:
-    """What an update asks of SGLang's scheduler."""
-
-    def __init__(self, group: Group, rpc: "queue.Queue[Any] | None") -> None:
-        self.tp_group = SimpleNamespace(cpu_group=group)
-        self.sent: list[Any] = []
-        tokenizer = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
-        self.ipc_channels = SimpleNamespace(recv_from_rpc=rpc, send_to_tokenizer=tokenizer)
-        self.idle = self.flushes = self.retracts = True
-        self.enable_hierarchical_cache = False
-        self.asked = self.retracted = 0
-        self.waiting_queue: list[Any] = []
-        self.grammar_manager = SimpleNamespace(grammar_queue=[])
-        self._engine_paused = False
-        self.versions: list[str] = []
-        self.record_weight_version_change = self.versions.append
-
-    def is_fully_idle(self) -> bool:
-        self.asked += 1
-        return self.idle and not self.waiting_queue
-
-    def flush_cache(self, empty_cache: bool) -> bool:
-        assert not empty_cache
-        return self.flushes
-
-    def abort_request(self, request: Any) -> None:
-        assert request.abort_all
-        self.waiting_queue.clear()
+RANK = Rank()
 
 
 class Engine:
     """The ranks of one engine."""
 
     def __init__(self, module: Any, models: list[toy.Model], shapes: toy.Shapes | None) -> None:
+        from sgl_fp8rl.engine.control.attached import attach
+
         self.module = module
-        exchange = Exchange(TP, TIMEOUT_S)
-        self.groups = [Group(rank, exchange) for rank in range(TP)]
+        exchange = Exchange(TP, TIMEOUT_S)  # ranks that do not all gather are found out
         self.rpc: queue.Queue[Any] = queue.Queue()
-        self.schedulers = [FakeScheduler(g, None if g.rank else self.rpc) for g in self.groups]
+        self.schedulers = [FakeScheduler() for _ in range(TP)]
         self.ranks = [
             toy.engine(model, shapes) if shapes else EngineWeights(model, toy.BF16)
             for model in models
         ]
+        for rank, (scheduler, weights) in enumerate(zip(self.schedulers, self.ranks, strict=True)):
+            attach(weights.model, weights)
+            group = SimpleNamespace(rank=rank, gather=partial(exchange.gather, rank))
+            scheduler.serve(weights.model, group, None if rank else self.rpc)
         self._pool = ThreadPoolExecutor(TP)
 
-    def on_ranks(self, call: Callable[[int], Any]) -> list[Future[Any]]:
-        return [self._pool.submit(call, rank) for rank in range(TP)]
+    @property
+    def states(self) -> list[State]:
+        return [weights.state for weights in self.ranks]
 
-    def prepare(self, message: dict[str, Any]) -> list[str]:
-        """Fingerprints.
+    def set(self, **attributes: Any) -> None:
+        """Change all schedulers."""
+        for scheduler in self.schedulers:
+            vars(scheduler).update(attributes)
 
-        Raises:
-            ManifestError: the same on every rank.
-        """
-        policy = check_policy(message["run"], message["version"])
-        futures = self.on_ranks(
-            lambda rank: self.module.update_steps._prepare(
-                self.module.SchedulerHost(self.schedulers[rank]), self.ranks[rank], policy, message
-            )
-        )
-        errors = [future.exception(TIMEOUT_S) for future in futures]
-        assert len({str(error) for error in errors}) == 1
-        assert self.groups[0].gathered == self.groups[1].gathered
-        return [future.result() for future in futures]
+    def send(self, parameters: Any) -> list[Future[Any]]:
+        """Have each rank handle an rpc request of SGLang's."""
+        request = SimpleNamespace(method=self.module.RPC_METHOD, parameters=parameters)
+
+        def handle(rank: int) -> Any:
+            RANK.number = rank
+            return self.module.handle_rpc(None, self.schedulers[rank], request)
+
+        return [self._pool.submit(handle, rank) for rank in range(TP)]
 
     def begin(self, message: dict[str, Any]) -> list[Future[Any]]:
-        message = {"op": "begin", "token": TOKEN, **message}
+        return self.send({"message": json.dumps({"op": "begin", "token": TOKEN, **message})})
 
-        def begin(rank: int) -> Any:
-            request = self.module.ControlRequest(self.schedulers[rank], self.ranks[rank], message)
-            return self.module.answer(self.module._begin(request))
+    def replies(self, sent: list[Future[Any]]) -> list[dict[str, Any]]:
+        """What each rank says."""
+        outputs = [future.result(TIMEOUT_S) for future in sent]
+        replies = [json.loads(output.message) for output in outputs]
+        assert [output.success for output in outputs] == ["error" not in each for each in replies]
+        return replies
 
-        return self.on_ranks(begin)
+    def ask(self, op: str, **more: Any) -> list[dict[str, Any]]:
+        return self.replies(self.send({"message": json.dumps({"op": op, **more})}))
 
     def answer(self, message: dict[str, Any]) -> Any:
-        """What the ranks reply to a ``begin`` that opens no session."""
-        replies = [json.loads(f.result(TIMEOUT_S).message) for f in self.begin(message)]
-        assert replies[0] == replies[1]
-        assert self.rpc.empty()
-        return replies[0]
+        """What the ranks reply to a ``begin`` that opens no session, and leaves all as it was."""
+        before = self.states
+        first, second = self.replies(self.begin(message))
+        assert first == second
+        assert self.rpc.empty() and [weights.session for weights in self.ranks] == [None] * TP
+        assert self.states == before or "committed" in first
+        return first
+
+    def accepts(self, message: dict[str, Any]) -> bool:
+        """Whether an update would begin if no request ran."""
+        self.set(idle=False)
+        answered = self.answer(message)
+        self.set(idle=True)
+        return bool(answered == {"busy": True})
+
+    def knows(self, manifest: Manifest) -> bool:
+        """Whether any rank does."""
+        return any(weights.knows(manifest.fingerprint) for weights in self.ranks)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -145,52 +135,45 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(host, "gather", lambda value, group: group.gather(value))
     monkeypatch.setattr(host.dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(host.compat, "sock_send", lambda rpc, message: rpc.put(message))
-
-    def retract(rank: FakeScheduler) -> bool:
-        rank.retracted += 1
-        return rank.retracts
-
-    monkeypatch.setattr(host, "retract", retract)
+    monkeypatch.setattr(scheduler.routed_experts, "layout", lambda model: None)
     return scheduler
+
+
+def ranks(module: Any, shapes: toy.Shapes | None) -> Iterator[Engine]:
+    made = Engine(module, [toy.toy(rank, TP) for rank in range(TP)], shapes)
+    yield made
+    made.close()
 
 
 @pytest.fixture
 def engine(module: Any) -> Iterator[Engine]:
-    made = Engine(module, [toy.toy(rank, TP) for rank in range(TP)], toy.SHAPES)
-    yield made
-    made.close()
+    yield from ranks(module, toy.SHAPES)
 
 
 @pytest.fixture
 def dummy(module: Any) -> Iterator[Engine]:
     """An engine with dummy weights: its first update records the routes."""
-    made = Engine(module, [toy.toy(rank, TP) for rank in range(TP)], None)
-    yield made
-    made.close()
+    yield from ranks(module, None)
 
 
 def manifest_of(tensors: toy.Tensors) -> Manifest:
     return describe(tensors.items(), 1 << 18)
 
 
-def whole(manifest: Manifest, version: Any = 0) -> dict[str, Any]:
-    """A message with the whole manifest."""
-    return {
-        "run": toy.RUN,
-        "version": version,
-        "transaction": TRANSACTION,
-        "manifest": json.loads(json.dumps(manifest.to_json())),
-    }
-
-
 def short(fingerprint: str, version: Any = 0) -> dict[str, Any]:
     """A message with the name of a manifest alone."""
-    return {
-        "run": toy.RUN,
-        "version": version,
-        "transaction": TRANSACTION,
-        "fingerprint": fingerprint,
-    }
+    named = {"run": toy.RUN, "version": version, "transaction": TRANSACTION}
+    return {**named, "fingerprint": fingerprint}
+
+
+def whole(manifest: Manifest, version: Any = 0) -> dict[str, Any]:
+    """A message with the whole manifest."""
+    return short("", version) | {"manifest": manifest.to_json()}
+
+
+def update(version: Any = 0, **more: Any) -> dict[str, Any]:
+    """A message with the whole manifest of the toy model."""
+    return whole(manifest_of(toy.checkpoint()), version) | more
 
 
 # -- what may begin
@@ -198,22 +181,9 @@ def short(fingerprint: str, version: Any = 0) -> dict[str, Any]:
 
 def test_a_manifest_is_sent_once(engine: Engine) -> None:
     manifest = manifest_of(toy.checkpoint())
-    assert engine.prepare(whole(manifest)) == [manifest.fingerprint] * TP
+    assert engine.accepts(whole(manifest))
     assert all(weights.knows(manifest.fingerprint) for weights in engine.ranks)
-    again = short(manifest.fingerprint, 7)
-    assert engine.prepare(again) == [manifest.fingerprint] * TP
-
-
-@pytest.mark.parametrize("version", [-1, None, "1", True, 1.5, 2**63])
-def test_a_version_is_looked_at_first(engine: Engine, version: Any) -> None:
-    manifest = manifest_of(toy.checkpoint())
-    for message in (
-        whole(manifest, version),
-        short("f", version),
-    ):
-        with pytest.raises(ManifestError, match=r"version.*whole number"):
-            engine.prepare(message)
-    assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
+    assert engine.accepts(short(manifest.fingerprint, 7))
 
 
 def test_a_version_that_does_not_grow_is_refused_before_anything(
@@ -223,15 +193,10 @@ def test_a_version_that_does_not_grow_is_refused_before_anything(
     for weights in engine.ranks:
         weights.policy = Policy(toy.RUN, 4)
     monkeypatch.setattr(EngineWeights, "accept", None)  # it would be called
-    for message in (
-        whole(manifest, 4),
-        short(manifest.fingerprint, 4),
-    ):
-        with pytest.raises(ManifestError, match="version 4"):
-            engine.prepare(message)
+    for message in (whole(manifest, 4), short(manifest.fingerprint, 4)):
         assert "version 4" in engine.answer(message)["error"]
     assert [scheduler.asked for scheduler in engine.schedulers] == [0, 0]
-    assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
+    assert not engine.knows(manifest)
 
 
 def test_scheme_trainer_needs_scales_in_each_update(engine: Engine) -> None:
@@ -239,11 +204,10 @@ def test_scheme_trainer_needs_scales_in_each_update(engine: Engine) -> None:
     for weights in engine.ranks:
         weights.kv = KVScales(1, Heads(1, 0, 1), "trainer", "cpu")
     without = manifest_of(toy.checkpoint())
-    with pytest.raises(ManifestError, match="kv_scales"):
-        engine.prepare(whole(without))
-    assert not any(weights.knows(without.fingerprint) for weights in engine.ranks)
+    assert "kv_scales" in engine.answer(whole(without))["error"]
+    assert not engine.knows(without)
     scaled = manifest_of(toy.checkpoint() | {KV_SCALES: torch.ones(1, 2, 1)})
-    assert engine.prepare(whole(scaled)) == [scaled.fingerprint] * TP
+    assert engine.accepts(whole(scaled))
     engine.ranks[0].accept(without)
 
 
@@ -254,49 +218,41 @@ def test_a_refusal_of_one_rank_is_that_of_all(engine: Engine) -> None:
     table = engine.ranks[1].table
     assert table is not None
     table.sources = {**table.sources, "norm.weight": (64,)}
-    with pytest.raises(ManifestError, match=r"norm\.weight.*shape"):
-        engine.prepare(whole(manifest))
-    assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
+    assert "norm.weight has shape" in engine.answer(whole(manifest))["error"]
+    assert not engine.knows(manifest)
     assert all(weights.table is not None for weights in engine.ranks)
     assert engine.answer(short(manifest.fingerprint, 0)) == {"unknown": True}
 
 
+def skip(model: toy.Model, name: str) -> None:
+    """Have its loader leave a tensor out."""
+    original = model.loader
+    model.loader = lambda model, weights: original(model, (w for w in weights if w[0] != name))  # type: ignore[assignment]
+
+
 def test_a_first_manifest_that_one_rank_refuses_leaves_no_routes(dummy: Engine) -> None:
-    tensors = toy.checkpoint()
     original = dummy.ranks[1].model.loader
-
-    def stops(model: toy.Model, weights: toy.Weights) -> None:
-        original(model, (pair for pair in weights if pair[0] != "attn.k.weight"))
-
-    dummy.ranks[1].model.loader = stops  # type: ignore[assignment]
-    with pytest.raises(ManifestError, match=r"attn\.qkv\.weight"):
-        dummy.prepare(whole(manifest_of(tensors)))
+    skip(dummy.ranks[1].model, "attn.k.weight")
+    assert "attn.qkv.weight" in dummy.answer(update())["error"]
     assert [weights.table for weights in dummy.ranks] == [None, None]
-    dummy.ranks[1].model.loader = original  # type: ignore[assignment]
-    assert dummy.prepare(whole(manifest_of(tensors))) == [manifest_of(tensors).fingerprint] * TP
+    dummy.ranks[1].model.loader = original
+    assert dummy.accepts(update())
 
 
 def test_names_that_no_rank_keeps(dummy: Engine) -> None:
     """In a first update they are a mistake; of a checkpoint, they are known."""
     tensors = {**toy.checkpoint(), "head.weight": torch.zeros(4, 4)}
     for weights in dummy.ranks:
-        original = weights.model.loader
-
-        def skips(model: toy.Model, named: toy.Weights, original: Any = original) -> None:
-            original(model, (pair for pair in named if pair[0] != "head.weight"))
-
-        weights.model.loader = skips  # type: ignore[assignment]
+        skip(weights.model, "head.weight")
     manifest = manifest_of(tensors)
-    with pytest.raises(ManifestError, match=r"head\.weight"):
-        dummy.prepare(whole(manifest))
+    assert "head.weight" in dummy.answer(whole(manifest))["error"]
     assert [weights.table for weights in dummy.ranks] == [None, None]
-    assert not any(weights.knows(manifest.fingerprint) for weights in dummy.ranks)
+    assert not dummy.knows(manifest)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for weights in dummy.ranks:
-        weights.table = toy.record_routes(
-            weights.model, {n: tuple(t.shape) for n, t in tensors.items()}
-        )
+        weights.table = toy.record_routes(weights.model, shapes)
         weights.table.skipped = frozenset({"head.weight"})
-    assert dummy.prepare(whole(manifest)) == [manifest.fingerprint] * TP
+    assert dummy.accepts(whole(manifest))
 
 
 def test_what_only_one_rank_keeps_is_kept(module: Any) -> None:
@@ -313,10 +269,9 @@ def test_what_only_one_rank_keeps_is_kept(module: Any) -> None:
     engine = Engine(module, [model(rank) for rank in range(TP)], None)
     spec = TensorSpec(toy.BF16, (128, 128))
     manifest = Manifest({"expert.0": spec, "expert.1": spec}, 1 << 16)
-    assert engine.prepare(whole(manifest)) == [manifest.fingerprint] * TP
+    assert engine.accepts(whole(manifest))
     unused = Manifest({**manifest.tensors, "expert.2": spec}, 1 << 16)
-    with pytest.raises(ManifestError, match=r"expert\.2"):
-        engine.prepare(whole(unused))
+    assert "expert.2" in engine.answer(whole(unused))["error"]
     engine.close()
 
 
@@ -325,27 +280,24 @@ def test_what_only_one_rank_keeps_is_kept(module: Any) -> None:
 
 def test_an_unknown_manifest_is_asked_for(engine: Engine) -> None:
     assert engine.answer(short("never seen", 0)) == {"unknown": True}
-    assert engine.answer({**short(""), "fingerprint": None}) == {"unknown": True}
+    assert engine.answer(short("") | {"fingerprint": None}) == {"unknown": True}
     engine.ranks[0].accept(manifest_of(toy.checkpoint()))  # and rank 1 has forgotten it
     known = short(manifest_of(toy.checkpoint()).fingerprint, 0)
     assert engine.answer(known) == {"unknown": True}
-    assert [weights.session for weights in engine.ranks] == [None, None]
-    assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
 
 
+@pytest.mark.parametrize("in_flight", ["abort", "retract"])
 @pytest.mark.parametrize("busy", ["idle", "flushes"])
-def test_a_rank_that_is_busy_keeps_all_waiting(engine: Engine, busy: str) -> None:
+def test_a_rank_that_is_busy_keeps_all_waiting(engine: Engine, busy: str, in_flight: str) -> None:
     setattr(engine.schedulers[1], busy, False)
-    assert engine.answer(whole(manifest_of(toy.checkpoint()))) == {"busy": True}
-    assert [weights.session for weights in engine.ranks] == [None, None]
-    assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
+    if (busy, in_flight) != ("idle", "retract"):  # those that run are retracted
+        assert engine.answer(update(in_flight=in_flight)) == {"busy": True}
 
 
 def test_a_rank_without_a_socket_is_told(
     engine: Engine, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = module.update_steps.RankSocket
-
     made = []
 
     def broken(rank: int) -> Any:
@@ -355,10 +307,11 @@ def test_a_rank_without_a_socket_is_told(
         return made[0]
 
     monkeypatch.setattr(module.update_steps, "RankSocket", broken)
-    answer = engine.answer(whole(manifest_of(toy.checkpoint())))
-    assert "no space" in answer["error"] and "TMPDIR" in answer["error"]
-    assert not made[0].path.parent.exists()
-    assert [weights.session for weights in engine.ranks] == [None, None]
+    for in_flight in ("abort", "retract"):
+        answer = engine.answer(update(in_flight=in_flight))
+        assert "no space" in answer["error"] and "TMPDIR" in answer["error"]
+        assert not made.pop().path.parent.exists()
+    assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
 
 
 @pytest.mark.parametrize("rank", range(TP))
@@ -367,95 +320,60 @@ def test_what_copies_would_not_see_does_not_begin(
 ) -> None:
     """Whichever rank has them; the last good version is served."""
     copies.keep_copies(engine.ranks[rank].model, monkeypatch)
-    message = whole(manifest_of(toy.checkpoint()))
-    assert copies.WORDS in engine.answer(message)["error"]
-    assert [weights.session for weights in engine.ranks] == [None, None]
-    assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
+    assert copies.WORDS in engine.answer(update())["error"]
+    assert engine.states == [State.SERVING] * TP
 
 
 # -- requests in flight
 
-RETRACT = {"in_flight": "retract"}
-
 
 def test_retraction_is_refused_where_the_cache_is_still_copied(engine: Engine) -> None:
     """HiCache's copies to the host hold the cache, so each attempt would throw prefills away."""
-    for scheduler in engine.schedulers:
-        scheduler.enable_hierarchical_cache = True
-    message = whole(manifest_of(toy.checkpoint()))
-    assert "update with in_flight='finish'" in engine.answer(message | RETRACT)["error"]
-    assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
+    engine.set(enable_hierarchical_cache=True)
+    refused = engine.answer(update(in_flight="retract"))
+    assert "update with in_flight='finish'" in refused["error"]
     assert Trainer(engine, toy.checkpoint(), in_flight="finish").ended()["state"] == "serving"
-
-
-def test_nothing_is_retracted_for_what_does_not_begin(
-    engine: Engine, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = manifest_of(toy.checkpoint())
-    assert "-1" in engine.answer(whole(manifest, -1) | RETRACT)["error"]
-    assert engine.answer(short("never seen") | RETRACT) == {"unknown": True}
-
-    def broken(rank: int) -> Any:
-        raise OSError("no space")
-
-    monkeypatch.setattr(module.update_steps, "RankSocket", broken)
-    assert "no space" in engine.answer(whole(manifest) | RETRACT)["error"]
     assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
 
 
-def test_only_who_chose_it_retracts(engine: Engine) -> None:
-    for scheduler in engine.schedulers:
-        scheduler.idle = False
+def test_only_who_chose_it_and_may_begin_retracts(engine: Engine) -> None:
+    engine.set(idle=False)
     for in_flight in ("abort", "finish"):
-        message = whole(manifest_of(toy.checkpoint())) | {"in_flight": in_flight}
-        assert engine.answer(message) == {"busy": True}
+        assert engine.answer(update(in_flight=in_flight)) == {"busy": True}
+    retract = {"in_flight": "retract"}
+    assert "-1" in engine.answer(update(-1) | retract)["error"]
+    assert engine.answer(short("never seen") | retract) == {"unknown": True}
     assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
 
 
 def test_what_cannot_finish_is_not_awaited(engine: Engine) -> None:
-    message = whole(manifest_of(toy.checkpoint())) | {"in_flight": "finish"}
-    for scheduler in engine.schedulers:
-        scheduler.idle, scheduler._engine_paused = False, True
-    assert "paused" in engine.answer(message | {"paused": True})["error"]
+    engine.set(idle=False, _engine_paused=True)
+    assert "paused" in engine.answer(update(in_flight="finish", paused=True))["error"]
     # the user has continued, of which the schedulers have not heard yet
-    assert engine.answer(message | {"paused": False}) == {"busy": True}
-    message["paused"] = True
-    for scheduler in engine.schedulers:
-        scheduler._engine_paused = False
-    assert engine.answer(message) == {"busy": True}
+    assert engine.answer(update(in_flight="finish", paused=False)) == {"busy": True}
+    engine.set(_engine_paused=False)
+    assert engine.answer(update(in_flight="finish", paused=True)) == {"busy": True}
 
 
 def test_what_a_pause_keeps_is_not_aborted_in_vain(engine: Engine) -> None:
     """An abort ends what waits, but what runs would end in a step, and there is none."""
-    message = whole(manifest_of(toy.checkpoint())) | {"paused": True}
-    for scheduler in engine.schedulers:
-        scheduler._engine_paused, scheduler.waiting_queue = True, [SimpleNamespace(rid="a")]
-    assert engine.answer(message) == {"busy": True}
-    for scheduler in engine.schedulers:
-        scheduler.idle = False
-    assert "generation is paused" in engine.answer(message)["error"]
+    engine.set(_engine_paused=True, waiting_queue=[SimpleNamespace(rid="a")])
+    assert engine.answer(update(paused=True)) == {"busy": True}
+    engine.set(idle=False)
+    assert "generation is paused" in engine.answer(update(paused=True))["error"]
     assert [len(scheduler.waiting_queue) for scheduler in engine.schedulers] == [1, 1]
-
-
-def test_a_rank_whose_cache_is_not_reset_keeps_all_waiting(engine: Engine) -> None:
-    engine.schedulers[1].retracts = False
-    message = whole(manifest_of(toy.checkpoint())) | RETRACT
-    assert engine.answer(message) == {"busy": True}
-    assert [weights.session for weights in engine.ranks] == [None, None]
-    assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
 
 
 @pytest.mark.parametrize("end", ["commit", "nothing written", "failure"])
 def test_what_waits_for_an_update_ends_only_with_a_quarantine(engine: Engine, end: str) -> None:
+    engine.set(idle=False)
     for scheduler in engine.schedulers:
-        scheduler.idle = False
         scheduler.waiting_queue = [SimpleNamespace(rid="a"), SimpleNamespace(rid="b")]
-    trainer = Trainer(engine, toy.checkpoint(), **RETRACT)
+    trainer = Trainer(engine, toy.checkpoint(), in_flight="retract")
     if end != "nothing written":
         trainer.write()
     if end == "commit":
-        trainer.ranks.ask({"op": "finish"})
-        trainer.ranks.ask({"op": "commit"})
+        trainer.commit()
     trainer.ended()
     for scheduler in engine.schedulers:
         assert scheduler.retracted == 1
@@ -479,21 +397,14 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
     assert first is not None
     first.routes["mlp.router.weight"] = []
     assert set(first.by_format()["block-fp8"]) < set(toy.FP8_NAMES)
-
-    answers = engine.on_ranks(
-        lambda rank: engine.module.sources(engine.ranks[rank].table, engine.groups[rank].gather)
-    )
-    for answer in answers:
-        assert answer.result(TIMEOUT_S) == {
-            "fp32": ["mlp.router.weight"],
-            "formats": {"block-fp8": sorted(toy.FP8_NAMES)},
-        }
+    for answer in engine.ask("layout"):
+        assert answer["fp32"] == ["mlp.router.weight"]
+        assert answer["formats"] == {"block-fp8": sorted(toy.FP8_NAMES)}
 
 
 def test_the_layout_before_routes_are_known(dummy: Engine) -> None:
-    answers = dummy.on_ranks(lambda rank: dummy.module.sources(None, dummy.groups[rank].gather))
-    empty = {"fp32": None, "formats": {}}
-    assert [answer.result(TIMEOUT_S) for answer in answers] == [empty] * TP
+    for answer in dummy.ask("layout"):
+        assert (answer["fp32"], answer["formats"]) == (None, {})
 
 
 # -- whole sessions
@@ -510,28 +421,30 @@ class Trainer:
         self.ranks = RankClients(begun["sockets"], TOKEN)
 
     def write(self) -> None:
-        bucket = Bucket(1 << 19)
-        bucket.share(self.ranks)
+        Bucket(1 << 19).share(self.ranks)
         session = self.engine.ranks[0].session
         assert session is not None
-        for index, chunk in enumerate(session.writer.chunks):
-            for chunk_slice in chunk:
-                spec = session.writer.manifest.tensors[chunk_slice.name]
-                rows = self.tensors[chunk_slice.name][slice(*chunk_slice.rows)].contiguous()
-                raw = rows.flatten().view(torch.uint8)
-                assert raw.numel() <= spec.nbytes
-                bucket.content[chunk_slice.offset :][: raw.numel()] = raw
+        for index in range(len(session.writer.chunks)):
+            toy.fill(session, self.tensors, index)  # into memory that both ranks share
             self.ranks.ask({"op": "chunk", "index": index})
 
-    def ended(self) -> dict[str, Any]:
+    def commit(self) -> None:
+        self.ranks.ask({"op": "finish"})
+        assert self.ranks.ask({"op": "commit"}) == [{"ok": True}] * TP
+
+    def awaited(self) -> dict[str, Any]:
         """What both ranks tell of the end."""
-        self.ranks.close()
         first, second = (json.loads(f.result(TIMEOUT_S).message) for f in self.futures)
         assert first == second
         assert [weights.session for weights in self.engine.ranks] == [None, None]
         assert not any(folder.exists() for folder in self.folders)
         assert isinstance(first, dict)
         return first
+
+    def ended(self) -> dict[str, Any]:
+        """What both ranks tell once the trainer has hung up."""
+        self.ranks.close()
+        return self.awaited()
 
 
 @pytest.mark.guarantee("all-or-none", fault="two ranks, one update")
@@ -540,8 +453,7 @@ def test_ranks_commit_together(engine: Engine) -> None:
         tensors = toy.checkpoint(version)
         trainer = Trainer(engine, tensors, version)
         trainer.write()
-        trainer.ranks.ask({"op": "finish"})
-        assert trainer.ranks.ask({"op": "commit"}) == [{"ok": True}] * TP
+        trainer.commit()
         end = trainer.ended()
         assert (end["ended"], end["failure"], end["version"]) == (True, None, version)
         assert (end["state"], end["reason"]) == ("serving", "")
@@ -558,36 +470,18 @@ def test_nan_on_one_rank_quarantines_all(engine: Engine) -> None:
         trainer.write()
     end = trainer.ended()
     assert (end["ended"], end["state"], end["version"]) == (False, "quarantined", -1)
-    assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
+    assert engine.states == [State.QUARANTINED] * TP
     assert "version 0" in end["reason"]
     assert [weights.memory.known() for weights in engine.ranks] == [[], []]
     test_ranks_commit_together(engine)  # a complete update heals it
-
-
-def test_an_update_that_wrote_nothing_changes_nothing(engine: Engine) -> None:
-    trainer = Trainer(engine, toy.checkpoint())
-    with pytest.raises(EngineError, match="no room in the trainer"):
-        trainer.ranks.ask({"op": "abort", "reason": "no room in the trainer"})
-    end = trainer.ended()
-    assert (end["ended"], end["failure"]) == (False, "no room in the trainer")
-    assert (end["state"], end["reason"], end["version"]) == ("serving", "", -1)
-
-
-def test_a_trainer_that_dies_after_a_part(engine: Engine) -> None:
-    trainer = Trainer(engine, toy.checkpoint())
-    trainer.write()
-    end = trainer.ended()
-    assert "trainer" in end["failure"]
-    assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
 
 
 def test_a_trainer_may_be_silent_as_long_as_the_engines_option_says(engine: Engine) -> None:
     for weights in engine.ranks:
         weights.options = Fp8RLServerArgs(session_timeout_s=0.25)
     trainer = Trainer(engine, toy.checkpoint())
-    for future in trainer.futures:
-        future.result(TIMEOUT_S)  # its sockets are still open
-    assert "silent" in trainer.ended()["failure"]
+    assert "silent" in trainer.awaited()["failure"]  # its sockets are still open
+    trainer.ranks.close()
 
 
 @pytest.mark.guarantee("all-or-none", fault="the trainer dies when one rank of two has a chunk")
@@ -599,54 +493,33 @@ def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
         framing.send(trainer.ranks._sockets[rank], {"op": "chunk", "index": 0})
         assert framing.receive(trainer.ranks._sockets[rank])[0] == {"ok": True}
         assert trainer.ended()["state"] == "quarantined"
-        assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
+        assert engine.states == [State.QUARANTINED] * TP
         for weights in engine.ranks:
             weights.state = State.SERVING
 
 
-# ---- a trainer that has gone
-
-
-def test_a_step_of_the_loop_lets_go_of_what_a_trainer_left(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sgl_fp8rl.engine.control import guards
-
-    weights_of = dict(zip(engine.schedulers, engine.ranks, strict=True))
-    monkeypatch.setattr(guards, "scheduler_weights", weights_of.get)
-    tensors = toy.checkpoint()
-    trainer = Trainer(engine, tensors)
-    trainer.write()
-    trainer.ranks.ask({"op": "finish"})
-    trainer.ranks.ask({"op": "commit"})
-
-    def step() -> list[int]:
-        """How much each rank has open after a step, which does what it did before."""
-        for scheduler in engine.schedulers:
-            look = guards.look_around
-            assert look(lambda _, requests: requests * 2, scheduler, ["r"]) == ["r", "r"]
-        return [len(weights.memory.known()) for weights in engine.ranks]
-
-    for future in trainer.futures:
-        future.result(TIMEOUT_S)
-    assert step() == [1, 1]
-    trainer.ranks.close()
-    assert step() == [0, 0]
-
-
-# ---- a commit whose answer was lost
+# ---- a commit whose answer was lost, and a trainer that has gone
 
 
 @pytest.mark.guarantee("runs", fault="a commit whose answer is lost, and its retry")
 def test_a_retry_of_what_committed_is_told_so(engine: Engine) -> None:
+    from sgl_fp8rl.engine.control.guards import look_around
+
     tensors = toy.checkpoint()
     trainer = Trainer(engine, tensors)
     trainer.write()
-    trainer.ranks.ask({"op": "finish"})
-    trainer.ranks.ask({"op": "commit"})
-    for future in trainer.futures:
-        future.result(TIMEOUT_S)
+    trainer.commit()
+    trainer.awaited()
+
+    def step() -> list[int]:
+        """How much each rank has open after a step of the loop, which does what it did before."""
+        for scheduler in engine.schedulers:
+            assert look_around(lambda _, asked: asked * 2, scheduler, ["r"]) == ["r", "r"]
+        return [len(weights.memory.known()) for weights in engine.ranks]
+
+    assert step() == [1, 1]
     trainer.ranks.close()
+    assert step() == [0, 0], "it lets go of what a trainer left"
     again = short(manifest_of(tensors).fingerprint)
     assert engine.answer({**again, "retry": True}) == {"committed": True}
     for more in ({"retry": True, "transaction": "another"}, {"retry": False}, {}):
@@ -695,7 +568,7 @@ def test_a_commit_that_no_rank_heard_of(engine: Engine) -> None:
     for _ in range(2):
         assert engine.answer({**again, "retry": True}) == {"committed": True}
         assert [scheduler.versions for scheduler in engine.schedulers] == [["0"], ["0"]]
-        assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
+        assert engine.states == [State.SERVING] * TP
         assert [weights.policy.version for weights in engine.ranks] == [0] * TP
 
 
@@ -734,120 +607,86 @@ def test_an_engine_does_not_go_back_where_others_went_on(
     if abort is not None:
         trainer.ranks.send(abort)
     trainer.ended()
-    assert [weights.state for weights in engine.ranks] == [state] * TP
+    assert engine.states == [state] * TP
 
 
-# ---- what a released engine is asked
+# ---- what is asked besides
 
 
 @pytest.mark.guarantee("released", fault="messages that read released memory")
 @pytest.mark.parametrize("op", ["code_sums", "digest", "kv", "kv_observe", "kv_recalibrate"])
-def test_released_memory_is_not_read(
-    engine: Engine, op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = engine.ranks[0]
-    monkeypatch.setattr(engine.module, "scheduler_weights", lambda scheduler: weights)
-    message = {"message": json.dumps({"op": op})}
-    request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters=message)
-    weights.released_tags = frozenset({"weights"})
-    answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
-    assert not answer.success
-    assert "resume_memory_occupation" in answer.message
+def test_what_the_memory_does_not_hold_is_not_read(engine: Engine, op: str) -> None:
+    if "kv" in op:
+        assert all("KV cache" in reply["error"] for reply in engine.ask(op)), "it has 16 bits"
+    for weights in engine.ranks:
+        weights.released_tags = frozenset({"weights"})
+    assert all("resume_memory_occupation" in reply["error"] for reply in engine.ask(op))
 
 
-# ---- what a rollout asks
-
-
-def test_the_status_is_short_and_one_ranks_own(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_status_is_short_and_one_ranks_own(engine: Engine) -> None:
     """Each rollout asks for it while requests run, so nothing may grow with the model."""
-    weights = engine.ranks[0]
-    monkeypatch.setattr(engine.module, "scheduler_weights", lambda scheduler: weights)
-    monkeypatch.setattr(engine.module.routed_experts, "layout", lambda model: None)
-    request = SimpleNamespace(
-        method=engine.module.RPC_METHOD, parameters={"message": json.dumps({"op": "status"})}
-    )
-    answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
-    assert json.loads(answer.message) == {
-        "run": weights.policy.run,
-        "version": weights.policy.version,
+    policy = engine.ranks[0].policy
+    engine.schedulers[1].serve(engine.ranks[1].model, group=None)  # it would fail to gather
+    assert engine.ask("status")[0] == {
+        "run": policy.run,
+        "version": policy.version,
         "state": "serving",
-        "reason": weights.reason,
+        "reason": "",
         "routed_experts": None,
         "kv_clipped": None,
     }
-    assert engine.groups[0].gathered == 0
 
 
-def test_the_status_has_what_any_rank_clipped_under_the_scales_in_force(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_status_has_what_any_rank_clipped_under_the_scales_in_force(engine: Engine) -> None:
     """Two tokens of 8 elements a layer: V of the second layer loses 4 of 16 on the other rank."""
-    monkeypatch.setattr(engine.module.routed_experts, "layout", lambda model: None)
-    for rank, weights in enumerate(engine.ranks):
-        weights.kv = KVScales(2, Heads(2, rank, 1), "engine", "cpu")
-        weights.kv.elements = [8, 8]
+    caches = [KVScales(2, Heads(2, rank, 1), "engine", "cpu") for rank in range(TP)]
+    for weights, kv in zip(engine.ranks, caches, strict=True):
+        weights.kv, kv.elements = kv, [8, 8]
 
     def clipped() -> float:
-        message = {"message": json.dumps({"op": "status"})}
-        (share,) = {reply["kv_clipped"] for reply in answers(engine, message, monkeypatch)}
+        (share,) = {reply["kv_clipped"] for reply in engine.ask("status")}
         return float(share)
 
     assert clipped() == 0  # nothing is stored yet
-    for rank, weights in enumerate(engine.ranks):
-        assert weights.kv is not None
-        weights.kv.statistics[0, :3] = torch.tensor([2, 1, 0])
-        weights.kv.statistics[1, :3] = torch.tensor([2, 0, 4 * rank])
+    for rank, kv in enumerate(caches):
+        kv.statistics[0, :3] = torch.tensor([2, 1, 0])
+        kv.statistics[1, :3] = torch.tensor([2, 0, 4 * rank])
     assert clipped() == 4 / 16
-    for weights in engine.ranks:  # the counters are of the version before
-        assert weights.kv is not None
-        weights.kv.after_update(None)
-    assert clipped() == 0
-    for weights in engine.ranks:
-        assert weights.kv is not None
-        weights.kv.after_update(torch.ones(weights.kv.shape))
-    assert clipped() == 0
+    for scales in (None, torch.ones(caches[0].shape)):  # the counters are of the version before
+        for kv in caches:
+            kv.after_update(scales)
+        assert clipped() == 0
 
 
-class Rank(threading.local):
-    """Which rank a thread runs."""
-
-    number = 0
-
-
-RANK = Rank()
+def nested(field: str, levels: int) -> dict[str, Any]:
+    """A ``begin`` with more levels than repr(), or a parser, can follow."""
+    rest = ",".join(f'"{key}": {json.dumps(value)}' for key, value in short("f").items())
+    return {"message": f'{{{rest}, "op": "begin", "{field}": {"[" * levels}{"]" * levels}}}'}
 
 
-def answers(
-    engine: Engine, parameters: Any, monkeypatch: pytest.MonkeyPatch
-) -> list[dict[str, Any]]:
-    """What each rank replies to a message in an rpc request of SGLang's."""
-    weights_of = dict(zip(engine.schedulers, engine.ranks, strict=True))
-    monkeypatch.setattr(engine.module, "scheduler_weights", weights_of.get)
-    request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters=parameters)
-
-    def answer(rank: int) -> Any:
-        RANK.number = rank
-        return engine.module.handle_rpc(None, engine.schedulers[rank], request)
-
-    outputs = [future.result(TIMEOUT_S) for future in engine.on_ranks(answer)]
-    replies = [json.loads(output.message) for output in outputs]
-    assert [output.success for output in outputs] == ["error" not in reply for reply in replies]
-    assert engine.groups[0].gathered == engine.groups[1].gathered
-    return replies
-
-
+@pytest.mark.guarantee("malformed", fault="a version nested 5000 levels deep")
 @pytest.mark.parametrize(
     "parameters",
-    [None, {}, {"message": None}, {"message": ""}, {"message": "[" * 100_000}, {"message": "no"}],
-    ids=["none", "empty", "null", "blank", "nested", "no JSON"],
+    [
+        None,
+        {},
+        {"message": None},
+        {"message": ""},
+        {"message": "[" * 100_000},
+        {"message": "no"},
+        nested("version", 5000),
+    ],
+    ids=["none", "empty", "null", "blank", "nested", "no JSON", "a version"],
 )
-def test_what_cannot_be_parsed_does_not_end_the_server(
-    engine: Engine, parameters: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for reply in answers(engine, parameters, monkeypatch):
+def test_what_cannot_be_parsed_does_not_end_the_server(engine: Engine, parameters: Any) -> None:
+    for reply in engine.replies(engine.send(parameters)):
         assert "cannot be read" in reply["error"]
+
+
+@pytest.mark.parametrize(("field", "fault"), [("version", "version is"), ("fingerprint", "")])
+def test_a_nested_field_does_not_end_the_server(engine: Engine, field: str, fault: str) -> None:
+    for reply in engine.replies(engine.send(nested(field, 900))):
+        assert fault in reply.get("error", "") and reply.keys() <= {"error", "unknown"}
 
 
 @pytest.mark.guarantee("malformed", fault="a control message without an operation, or of none")
@@ -858,18 +697,12 @@ def test_what_cannot_be_parsed_does_not_end_the_server(
     "message", [{}, [], [1], "x", 5, None, {"op": "reboot"}, {"op": ["kv"]}, {"op": {}}], ids=str
 )
 def test_an_unknown_message_is_refused(
-    engine: Engine, message: Any, released: frozenset[str], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, message: Any, released: frozenset[str]
 ) -> None:
     for weights in engine.ranks:
         weights.released_tags = released
-    for reply in answers(engine, {"message": json.dumps(message)}, monkeypatch):
+    for reply in engine.replies(engine.send({"message": json.dumps(message)})):
         assert "is unknown" in reply["error"]
-
-
-@pytest.mark.parametrize("op", ["kv", "kv_observe", "kv_recalibrate"])
-def test_without_an_fp8_kv_cache(engine: Engine, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for reply in answers(engine, {"message": json.dumps({"op": op})}, monkeypatch):
-        assert "KV cache" in reply["error"]
 
 
 @pytest.mark.guarantee("malformed", fault="out of memory while one rank of two answers a message")
@@ -901,38 +734,16 @@ def test_what_fails_on_one_rank_is_answered(
             raise MemoryError("no memory is left")
         return [] if name == "list_layers" else original(*args)
 
-    monkeypatch.setattr(engine.module.routed_experts, "layout", lambda model: None)
     monkeypatch.setattr(owner, name, fail)
-    for scheduler, weights in zip(engine.schedulers, engine.ranks, strict=True):
+    engine.set(server_args=SimpleNamespace(model_path="a model", revision=None))
+    for weights in engine.ranks:
         weights.kv = KVScales(1, Heads(1, 0, 1), "engine", "cpu")
-        scheduler.server_args = SimpleNamespace(model_path="a model", revision=None)
         if op == "export_layout":
             weights.table = None
     tmp_path.chmod(0o700)
     manifest = manifest_of(toy.checkpoint()).to_json()
-    message = {"op": op, "folder": str(tmp_path), "manifest": manifest}
-    replies = answers(engine, {"message": json.dumps(message)}, monkeypatch)
+    replies = engine.ask(op, folder=str(tmp_path), manifest=manifest)
     assert "no memory is left" in replies[1]["error"]
     # where ranks exchange what they have, the reply is rank 0's
     assert op in ("layers", "status") or replies[0] == replies[1]
-    assert "error" in answers(engine, {"message": "{}"}, monkeypatch)[0]
-
-
-def nested() -> Any:
-    """More levels than repr() can follow."""
-    nested: Any = []
-    for _ in range(5000):
-        nested = [nested]
-    return nested
-
-
-@pytest.mark.guarantee("malformed", fault="a version nested 5000 levels deep")
-def test_a_version_nested_without_end_does_not_end_the_server(engine: Engine) -> None:
-    answers = [
-        future.result(TIMEOUT_S) for future in engine.begin({"run": toy.RUN, "version": nested()})
-    ]
-    assert all("version is" in answer.message for answer in answers)
-
-
-def test_a_fingerprint_nested_without_end_does_not_end_the_server(engine: Engine) -> None:
-    assert "recursion" in engine.answer(short(nested(), 0))["error"]
+    assert all("error" in reply for reply in engine.ask("reboot"))

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from sgl_fp8rl.ops import delta
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.weight_quant_triton import Bases, Status
+from sgl_fp8rl.protocol.chunks import Piece
 from sgl_fp8rl.receiver import engine_weights
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.writers import triton_writer
+from sgl_fp8rl.receiver.writers.shared_memory import Segments
 from sgl_fp8rl.receiver.writers.triton_writer import TritonWriter
 from tests import oracle
 from tests.sgl_fp8rl.receiver import toy
@@ -236,10 +238,37 @@ class FakeDeviceMemory:
 
     def __init__(self, nbytes: int, device: int | None) -> None:
         self.tensor = torch.full((nbytes,), 0xA5, dtype=torch.uint8)
-        self.address, self.closed = self.tensor.data_ptr(), 0
+        self.nbytes, self.address, self.closed = nbytes, self.tensor.data_ptr(), 0
 
     def close(self) -> None:
         self.closed += 1
+
+
+def in_place(
+    gpu: Interpreter | None,
+    tensors: toy.Tensors,
+    gap: int,
+    rows: int = 1 << 20,
+    nbytes: int = 1 << 20,
+) -> Segments:
+    """The tensors laid out in two allocations, with gaps, in pieces of so many rows."""
+    segments, mappings = Segments("s", [], {}, 0), [FakeDeviceMemory(nbytes, None) for _ in "ab"]
+    ends, segment = [gap] * 2, 0
+    for name, tensor in tensors.items():
+        pieces = segments.places[name] = list[Piece]()
+        first = 0
+        for part in tensor.split(rows):
+            segment = 1 - segment
+            raw = part.flatten().view(torch.uint8)
+            pieces.append(Piece(segment, ends[segment], (first, first + len(part))))
+            mappings[segment].tensor[ends[segment] :][: raw.numel()] = raw
+            ends[segment] += raw.numel() + gap
+            first += len(part)
+    segments._mappings = mappings  # type: ignore[assignment]
+    segments.gpus = [*GPUS]
+    if gpu is not None:
+        gpu.shared = [span_of(mapping.tensor) for mapping in mappings]
+    return segments
 
 
 class FakeEvent:
@@ -281,3 +310,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
 def engine(gpu: Interpreter, model: torch.nn.Module, shapes: toy.Shapes) -> EngineWeights:
     gpu.writable += [span_of(parameter) for parameter in model.parameters()]
     return toy.engine(model, shapes)
+
+
+Make = Callable[[torch.nn.Module, toy.Shapes], EngineWeights]
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes an engine that writes as on a CPU, or as on a GPU whose kernels are interpreted."""
+    if request.param == "torch":
+        return toy.engine
+    return partial(engine, request.getfixturevalue("gpu"))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ class Rank:
 def rank(request: pytest.FixtureRequest) -> Rank:
     """It holds the first version."""
     made = Rank(*request.param, request)
-    commit(made.weights, toy.quantized(toy.checkpoint(0)))
+    commit(made.weights, codes(0))
     return made
 
 
@@ -67,6 +68,12 @@ def stepped(seed: int) -> toy.Tensors:
         name: torch.where(torch.rand(t.shape, generator=generator) < 0.001, t * 1.1, t)
         for name, t in toy.checkpoint(0).items()
     }
+
+
+@cache
+def codes(version: int) -> toy.Tensors:
+    """What is sent of a version: the first one, or a step from it."""
+    return toy.quantized(stepped(version) if version else toy.checkpoint(0))
 
 
 def nan_by_the_high_byte(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,120 +111,97 @@ def change(
 
 
 def test_changes_leave_the_bytes_of_a_full_update(rank: Rank) -> None:
-    before = toy.quantized(toy.checkpoint(0))
     for version in range(1, 4):
-        sent = toy.quantized(stepped(version))
-        session = toy.begin(rank.weights, sent, version, SMALL)
+        session = toy.begin(rank.weights, codes(version), version, SMALL)
         assert session.base == BASE
-        change(session, before, sent)
+        change(session, codes(version - 1), codes(version))
         session.image = BASE
         session.finish()
         rank.weights.commit()
         assert rank.holds(stepped(version))
-        before = sent
     assert rank.gpu is None or all(stage.closed for stage in rank.gpu.stages)
 
 
 @pytest.mark.guarantee("one-version", fault="an update of changes fails before, between and after")
 @pytest.mark.parametrize("count", [1, 3, 1000])
 def test_what_was_changed_is_undone(rank: Rank, count: int) -> None:
-    before, sent = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
-    session = toy.begin(rank.weights, sent, 1, SMALL)
-    change(session, before, sent, count)
+    session = toy.begin(rank.weights, codes(1), 1, SMALL)
+    change(session, codes(0), codes(1), count)
     assert session.can_undo and not rank.holds(toy.checkpoint(0))
     session.undo()
     rank.weights.resume()
     assert rank.holds(toy.checkpoint(0)) and rank.weights.state is State.SERVING
-    session = toy.begin(rank.weights, sent, 2, SMALL)
-    change(session, before, sent)
+    session = toy.begin(rank.weights, codes(1), 2, SMALL)
+    change(session, codes(0), codes(1))
     session.finish()
     rank.weights.commit()
     assert rank.holds(stepped(1))
 
 
-def test_a_chunk_that_is_written_in_part_is_undone(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NaN in a chunk's last tensor, which torch finds when it has written the others."""
-    before, sent = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
-    bad = {**sent, "norm.weight": sent["norm.weight"].clone()}
-    bad["norm.weight"][3] = torch.nan
+@pytest.mark.parametrize("name", ["norm.weight", ROUTER])
+def test_a_chunk_that_is_written_in_part_is_undone(rank: Rank, name: str) -> None:
+    """NaN in a chunk's last tensor, which torch finds when it has written the others; or stored in
+    a wider dtype, where it is another NaN than as BF16, if it is converted and not copied."""
+    bad = {**codes(1), name: codes(1)[name].clone()}
+    if name == ROUTER:
+        bad[name] = nan_by_the_high_byte(bad[name])
+    else:
+        bad[name][3] = torch.nan
     session = toy.begin(rank.weights, bad, 1, SMALL)
-    with pytest.raises(ValueError, match="NaN"):
-        change(session, before, bad)
+    with pytest.raises(ValueError, match=f"{re.escape(name)} holds NaN"):
+        change(session, codes(0), bad)
         session.finish()
     assert session.can_undo
     session.undo()
     assert rank.holds(toy.checkpoint(0))
 
 
-def test_nan_in_a_wider_dtype_is_undone(rank: Rank) -> None:
-    """Stored as FP32 it is another NaN than as BF16, if it is converted and not copied."""
-    before, bad = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
-    bad[ROUTER] = nan_by_the_high_byte(bad[ROUTER])
-    session = toy.begin(rank.weights, bad, 1, SMALL)
-    with pytest.raises(ValueError, match=f"{re.escape(ROUTER)} holds NaN"):
-        change(session, before, bad)
-        session.finish()
-    assert session.can_undo
-    session.undo()
-    assert rank.holds(toy.checkpoint(0))
-
-
-def test_a_change_that_was_not_written_is_not_undone(
-    request: pytest.FixtureRequest,
-) -> None:
+def test_a_change_that_was_not_written_is_not_undone(request: pytest.FixtureRequest) -> None:
     """Its records were not exchanged for what was there."""
     rank = Rank("kernels", 0, 1, request)
     assert rank.gpu is not None
-    commit(rank.weights, toy.quantized(toy.checkpoint(0)))
-    before, sent = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
-    session = toy.begin(rank.weights, sent, 1, SMALL)
-    change(session, before, sent, 1)
-    rank.gpu.lost_tiles = 1
-    change(session, before, sent, 2, first=1)
-    rank.gpu.lost_tiles = 0
-    change(session, before, sent, first=2)
+    commit(rank.weights, codes(0))
+    session = toy.begin(rank.weights, codes(1), 1, SMALL)
+    for first, last, lost in ((0, 1, 0), (1, 2, 1), (2, 1000, 0)):
+        rank.gpu.lost_tiles = lost
+        change(session, codes(0), codes(1), last, first)
     for action in (session.finish, session.undo):
         with pytest.raises(RuntimeError, match="were written"):
             action()
 
 
-def test_what_moved_is_not_undone(rank: Rank) -> None:
+@pytest.mark.guarantee("in-place", fault="a parameter that moves during an update")
+def test_what_moved_is_neither_finished_nor_undone(rank: Rank) -> None:
     """CUDA graphs read the memory where it was: only a complete start helps."""
-    before, sent = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
-    session = toy.begin(rank.weights, sent, 1, SMALL)
-    change(session, before, sent)
+    session = toy.begin(rank.weights, codes(1), 1, SMALL)
+    change(session, codes(0), codes(1))
     parameter = rank.weights.model.get_parameter("norm.weight")
     parameter.data = parameter.data.clone()
     if rank.gpu is not None:
         rank.gpu.writable.append(span_of(parameter))
     for action in (session.finish, session.undo):
-        with pytest.raises(SessionError, match="moved in memory"):
+        with pytest.raises(SessionError, match=r"norm\.weight moved in memory"):
             action()
+    assert not session.finished
 
 
 def test_changes_behind_a_whole_chunk_are_not_kept(rank: Rank) -> None:
     """They are of no use: the chunk cannot be undone."""
-    before, sent = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
-    session = toy.begin(rank.weights, sent, 1, SMALL)
-    change(session, before, sent, 2)
-    toy.fill(session, sent, 2)
-    session.write(2)
-    assert not session.can_undo and not session._goes_back
-    for index in range(3, len(session.writer.chunks)):
-        toy.fill(session, sent, index)
+    session = toy.begin(rank.weights, codes(1), 1, SMALL)
+    change(session, codes(0), codes(1), 2)
+    for index in range(2, len(session.writer.chunks)):
+        toy.fill(session, codes(1), index)
         session.write(index)
+        assert not session.can_undo and not session._goes_back
     session.finish()
     rank.weights.commit()
     assert rank.holds(stepped(1))
 
 
 def test_control_changes_of_other_weights_are_seen(rank: Rank) -> None:
-    sent = toy.quantized(stepped(1))
-    other = {**sent, "norm.weight": toy.checkpoint(0)["norm.weight"]}
-    session = toy.begin(rank.weights, sent, 1, SMALL)
-    change(session, other, sent)
+    other = {**codes(1), "norm.weight": codes(0)["norm.weight"]}
+    session = toy.begin(rank.weights, codes(1), 1, SMALL)
+    change(session, other, codes(1))
     session.finish()
     assert not rank.holds(stepped(1))
 
@@ -231,7 +215,7 @@ def refused(session: Session, why: str) -> Iterator[None]:
 
 def test_only_what_is_stored_can_change(rank: Rank) -> None:
     """Not what another update stored, what is quantized here, or a version that failed."""
-    sent = toy.quantized(stepped(1))
+    sent = codes(1)
     for kind in (sent, stepped(1)):
         session = toy.begin(rank.weights, kind, 1, 2 * SMALL)
         with refused(session, "send it whole"):
@@ -274,47 +258,24 @@ def has_kv(request: pytest.FixtureRequest) -> Callable[[toy.Tensors], EngineWeig
     return make
 
 
-def test_scales_of_a_kv_cache_change_too(
-    has_kv: Callable[[toy.Tensors], EngineWeights],
-) -> None:
-    """They are not stored as they come, so they are kept."""
-    before = toy.quantized(toy.checkpoint(0)) | {KV_SCALES: with_kv.SCALES}
-    weights = has_kv(before)
-    for version in (1, 2):
-        scales = with_kv.SCALES.clone()
+def scales_of(version: int) -> torch.Tensor:
+    scales = with_kv.SCALES.clone()
+    if version:
         scales[1, 1, version] *= 3
-        sent = toy.quantized(stepped(version)) | {KV_SCALES: scales}
-        session = toy.begin(weights, sent, version, SMALL)
-        change(session, before, sent)
-        session.image = BASE
-        session.finish()
-        weights.commit()
-        before = sent
-        assert torch.equal(with_kv.kv_of(weights).scales.amax(-1), scales.amax(-1))
-        assert toy.same(toy.contents(weights.model), toy.expected(stepped(version)))
+    return scales
 
 
-def test_scales_of_a_kv_cache_are_kept_on_the_gpu() -> None:
-    """The kernel changes them there, though they come through the host's memory."""
-    weights = with_kv.engine("trainer")
-    sent = toy.quantized(toy.checkpoint(0)) | {KV_SCALES: with_kv.SCALES}
-    session = toy.begin(weights, sent, 0, SMALL)
-    writer, on_gpu = session.writer, torch.device("meta")
-    session.writer = WeightWriter(
-        writer.table, writer.manifest, writer.dtype, writer.kv_scales, on_gpu
-    )
-    toy.write(session, sent)
-    assert session.writer.deferred[KV_SCALES].is_meta
-
-
-def test_single_scales_of_a_kv_cache_change_too(
-    has_kv: Callable[[toy.Tensors], EngineWeights],
+@pytest.mark.parametrize("single", [False, True])
+def test_scales_of_a_kv_cache_change_too(
+    has_kv: Callable[[toy.Tensors], EngineWeights], single: bool
 ) -> None:
-    """They are scalars, which have no rows."""
+    """They are not stored as they come, so they are kept; single ones have no rows."""
 
     def sent(version: int) -> toy.Tensors:
+        if not single:
+            return codes(version) | {KV_SCALES: scales_of(version)}
         names = (f"model.layers.{n}.self_attn.attn.{x}_scale" for n in (0, 1) for x in "kv")
-        return toy.quantized(stepped(version)) | {n: torch.tensor(2.0 + version) for n in names}
+        return codes(version) | {n: torch.tensor(2.0 + version) for n in names}
 
     weights = has_kv(sent(0))
     for version in (1, 2):
@@ -323,4 +284,22 @@ def test_single_scales_of_a_kv_cache_change_too(
         session.image = BASE
         session.finish()
         weights.commit()
-        assert with_kv.kv_of(weights).store.unique().tolist() == [2.0 + version]
+        kv = with_kv.kv_of(weights)
+        if single:
+            assert kv.store.unique().tolist() == [2.0 + version]
+        else:
+            assert torch.equal(kv.scales.amax(-1), scales_of(version).amax(-1))
+        assert toy.same(toy.contents(weights.model), toy.expected(stepped(version)))
+
+
+def test_scales_of_a_kv_cache_are_kept_on_the_gpu() -> None:
+    """The kernel changes them there, though they come through the host's memory."""
+    weights = with_kv.engine("trainer")
+    sent = codes(0) | {KV_SCALES: with_kv.SCALES}
+    session = toy.begin(weights, sent, 0, SMALL)
+    writer, on_gpu = session.writer, torch.device("meta")
+    session.writer = WeightWriter(
+        writer.table, writer.manifest, writer.dtype, writer.kv_scales, on_gpu
+    )
+    toy.write(session, sent)
+    assert session.writer.deferred[KV_SCALES].is_meta

@@ -6,7 +6,7 @@ import torch
 from sgl_fp8rl.receiver.session import SessionError
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.test_changes import change, commit
-from tests.sgl_fp8rl.receiver.toy import BF16, Model, Weights, begin, update
+from tests.sgl_fp8rl.receiver.toy import BF16, Model, begin, update
 
 SHAPES = {"kv_b": (256, 128)}
 
@@ -24,13 +24,8 @@ class MlaModel(Model):
     """One weight of two heads, each with 64 rows of keys and 64 of values."""
 
     def __init__(self) -> None:
-        super().__init__({"kv_b": torch.zeros(256, 128, dtype=BF16)}, self.load)
+        super().__init__({"kv_b": torch.zeros(256, 128, dtype=BF16)})
         self.attention = Attention()
-
-    @staticmethod
-    def load(model: Model, weights: Weights) -> None:
-        for name, weight in weights:
-            model.data(name).copy_(weight)
 
     def post_load_weights(self) -> None:
         keys, values = self.data("kv_b").view(2, 128, 128).split(64, dim=1)

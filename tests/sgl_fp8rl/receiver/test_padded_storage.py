@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,63 +13,38 @@ from sgl_fp8rl.engine.control import export
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.padding import Shard, fit, pad_storage
 from sgl_fp8rl.ops.regions import numel, overlap
-from sgl_fp8rl.protocol.manifest import describe
-from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.routes.route_tracer import record_routes
 from sgl_fp8rl.receiver.routes.routes import RouteError
 from sgl_fp8rl.receiver.writers import cut_blocks
-from sgl_fp8rl.receiver.writers.shared_memory import Bucket
 from tests import oracle
 from tests.sgl_fp8rl.receiver import fake_gpu, padded_toy, toy
-from tests.sgl_fp8rl.receiver.fake_gpu import Interpreter
-from tests.sgl_fp8rl.receiver.test_triton_writer import in_place, write_all_parts
+from tests.sgl_fp8rl.receiver.fake_gpu import Interpreter, Make, in_place
 
-gpu = fake_gpu.gpu
+gpu, make = fake_gpu.gpu, fake_gpu.make
 SMALL = 128 * 448 * 2 + 256
 """Bytes of a chunk that holds one row of blocks of the widest matrix."""
 RANKS = [(0, 1), (0, 2), (1, 2)]
 every_rank = pytest.mark.parametrize(("rank", "tp"), RANKS)
 
 
-def engine(rank: int, tp: int, gpu: Interpreter | None = None) -> EngineWeights:
-    model = padded_toy.toy(rank, tp)
-    if gpu is None:
-        return toy.engine(model, padded_toy.SHAPES)
-    return fake_gpu.engine(gpu, model, padded_toy.SHAPES)
-
-
-def check(weights: EngineWeights, tensors: toy.Tensors, rank: int, tp: int) -> None:
-    found, wanted = toy.contents(weights.model), padded_toy.expected(tensors, rank, tp)
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert np.array_equal(found[name], array), name
+def engine(rank: int, tp: int, make: Make = toy.engine) -> EngineWeights:
+    return make(padded_toy.toy(rank, tp), padded_toy.SHAPES)
 
 
 @pytest.mark.parametrize("chunk_bytes", [SMALL, toy.CHUNK_BYTES])
 @pytest.mark.parametrize("sent", ["bf16", "fp8"])
-@pytest.mark.parametrize("writer", ["torch", "triton"])
 @every_rank
 def test_an_update_leaves_the_oracles_bytes(
-    writer: str, rank: int, tp: int, sent: str, chunk_bytes: int, request: pytest.FixtureRequest
+    make: Make, rank: int, tp: int, sent: str, chunk_bytes: int
 ) -> None:
-    weights = engine(rank, tp, request.getfixturevalue("gpu") if writer == "triton" else None)
+    weights = engine(rank, tp, make)
     for version in range(2):
         tensors = padded_toy.checkpoint(version)
         streamed = tensors if sent == "bf16" else padded_toy.quantized(tensors)
+        toy.lose(weights.model)  # padding comes back with memory
         toy.update(weights, streamed, version, chunk_bytes)
-        check(weights, tensors, rank, tp)
-
-
-@every_rank
-def test_padding_comes_back_with_memory(rank: int, tp: int) -> None:
-    """What a memory saver took away holds anything."""
-    weights, tensors = engine(rank, tp), padded_toy.checkpoint()
-    for version in range(2):
-        for parameter in weights.model.parameters():
-            parameter.data.view(torch.uint8).fill_(0x7F)  # NaN
-        toy.update(weights, tensors, version)
-        check(weights, tensors, rank, tp)
+        assert toy.same(toy.contents(weights.model), padded_toy.expected(tensors, rank, tp))
 
 
 def test_the_comparison_tells_ranks_and_wrong_blocks_apart() -> None:
@@ -95,16 +71,14 @@ def test_shards_are_read_where_they_lie(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cut_blocks, "JOINED_BYTES", 256 * 1024)
-    weights, tensors = engine(rank, tp, gpu), padded_toy.checkpoint()
+    weights, tensors = engine(rank, tp, partial(fake_gpu.engine, gpu)), padded_toy.checkpoint()
     streamed = tensors if sent == "bf16" else padded_toy.quantized(tensors)
-    manifest = describe(streamed.items(), 1 << 18, streamed)
-    weights.accept(manifest)
-    weights.memory.bucket = Bucket("toy", torch.zeros(8, dtype=torch.uint8))
-    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    session = toy.begin(weights, streamed, chunk_bytes=1 << 18, mapped=streamed)
     weights.memory.segments = in_place(gpu, streamed, 64, rows, 1 << 22)
-    write_all_parts(session, streamed)
+    toy.write(session, streamed)
+    session.finish()
     weights.commit()
-    check(weights, tensors, rank, tp)
+    assert toy.same(toy.contents(weights.model), padded_toy.expected(tensors, rank, tp))
 
 
 @every_rank

@@ -16,6 +16,10 @@ from sgl_fp8rl.receiver.routes.routes import Route, RouteError, RouteTable
 from tests.sgl_fp8rl.receiver.toy import BF16, FP8, fp8_storage
 
 A_WEIGHT = TensorSpec(BF16, (256, 128))
+ALL: Region = ((0, 256), (0, 128))
+"""All of it."""
+TOP: Region = ((0, 128), (0, 128))
+LEFT: Region = ((0, 256), (0, 64))
 
 
 def region_of(base: torch.Tensor, part: torch.Tensor) -> Region | None:
@@ -97,10 +101,6 @@ def test_a_whole_tensor_may_be_flattened() -> None:
     assert region_of(numbered(4, 6), numbered(4, 6).flatten()) == ((0, 4), (0, 6))
 
 
-def whole(*shape: int) -> Region:
-    return tuple((0, size) for size in shape)
-
-
 def table(
     routes: dict[str, list[Route]], parameters: dict[str, torch.Tensor], **rest: Any
 ) -> RouteTable:
@@ -109,7 +109,7 @@ def table(
 
 
 def route(dst: Region, src: Region | None = None, source: str = "a") -> Route:
-    return Route(source, src or whole(256, 128), "w", dst)
+    return Route(source, src or ALL, "w", dst)
 
 
 def bf16(*shape: int) -> dict[str, torch.Tensor]:
@@ -117,70 +117,61 @@ def bf16(*shape: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_parameter_covered_once_passes() -> None:
-    table({"a": [route(whole(256, 128))]}, bf16(256, 128)).check()
-    table({"a": [route(whole(256, 128))]}, fp8_storage("w", 256, 128)).check()
-    halves = {"a": [route(((0, 256), (0, 128)))], "b": [route(((256, 512), (0, 128)), source="b")]}
+    table({"a": [route(ALL)]}, bf16(256, 128)).check()
+    table({"a": [route(ALL)]}, fp8_storage("w", 256, 128)).check()
+    halves = {"a": [route(ALL)], "b": [route(((256, 512), (0, 128)), source="b")]}
     table(halves, fp8_storage("w", 512, 128)).check()
-    padded = [route(whole(256, 128))]
-    table({"a": padded}, bf16(300, 128), constants=[("w", ((256, 300), (0, 128)), 0.0)]).check()
+    constants = [("w", ((256, 300), (0, 128)), 0.0)]
+    table({"a": [route(ALL)]}, bf16(300, 128), constants=constants).check()
 
 
-@pytest.mark.parametrize(
-    ("routes", "parameters", "fault"),
-    [
-        ([], bf16(256, 128), "writes 0 of 32768 elements of w"),
-        ([route(whole(256, 128))], bf16(300, 128), "writes 32768 of 38400"),
-        ([route(whole(256, 128))] * 2, bf16(256, 128), "writes 65536 of 32768"),
-        # as many elements as there are, but one half twice
-        (
-            [route(((0, 128), (0, 128)), ((0, 128), (0, 128)))] * 2,
-            bf16(256, 128),
-            "writes 32768 of 32768",
-        ),
-        # overlap in boxes that differ along the first dimension
-        (
-            [
-                route(((0, 256), (0, 64)), ((0, 256), (0, 64))),
-                route(((128, 256), (0, 128)), ((128, 256), (0, 128))),
-            ],
-            bf16(256, 128),
-            "writes 32768 of 32768",
-        ),
-        (
-            [route(((64, 320), (0, 128)))],
-            fp8_storage("w", 384, 128),
-            r"cuts a block: .* goes to \(\(64, 320\), \(0, 128\)\)",
-        ),
-        (
-            [route(((0, 192), (0, 128)), ((64, 256), (0, 128)))],
-            fp8_storage("w", 192, 128),
-            r"cuts a block: \(\(64, 256\), \(0, 128\)\) goes to",
-        ),
-        (
-            [route(((0, 256), (0, 64)), ((0, 256), (0, 64)))],
-            fp8_storage("w", 256, 64),
-            r"cuts a block: \(\(0, 256\), \(0, 64\)\) goes to",
-        ),
-        (
-            [
-                route(((0, 192), (0, 128)), ((0, 192), (0, 128))),
-                route(((192, 384), (0, 128)), ((64, 256), (0, 128))),
-            ],
-            fp8_storage("w", 384, 128),
-            "share a block of w",
-        ),
-        (
-            [route(whole(256, 128))],
-            {"w": torch.zeros(256, 128).to(FP8)},
-            "w_scale_inv is missing",
-        ),
-        (
-            [route(whole(256, 128))],
-            {"w": torch.zeros(256, 128).to(FP8), "w_scale_inv": torch.zeros(1, 1)},
-            r"w_scale_inv is \(1, 1\)",
-        ),
-    ],
-)
+CODES = torch.zeros(256, 128).to(FP8)
+CHECK_REFUSES: list[tuple[list[Route], dict[str, torch.Tensor], str]] = [
+    ([], bf16(256, 128), "writes 0 of 32768 elements of w"),
+    ([route(ALL)], bf16(300, 128), "writes 32768 of 38400"),
+    ([route(ALL)] * 2, bf16(256, 128), "writes 65536 of 32768"),
+    # as many elements as there are, but one half twice
+    ([route(TOP, TOP)] * 2, bf16(256, 128), "writes 32768 of 32768"),
+    # overlap in boxes that differ along the first dimension
+    (
+        [route(LEFT, LEFT), route(((128, 256), (0, 128)), ((128, 256), (0, 128)))],
+        bf16(256, 128),
+        "writes 32768 of 32768",
+    ),
+    (
+        [route(((64, 320), (0, 128)))],
+        fp8_storage("w", 384, 128),
+        r"cuts a block: .* goes to \(\(64, 320\), \(0, 128\)\)",
+    ),
+    (
+        [route(((0, 192), (0, 128)), ((64, 256), (0, 128)))],
+        fp8_storage("w", 192, 128),
+        r"cuts a block: \(\(64, 256\), \(0, 128\)\) goes to",
+    ),
+    (
+        [route(LEFT, LEFT)],
+        fp8_storage("w", 256, 64),
+        r"cuts a block: \(\(0, 256\), \(0, 64\)\) goes to",
+    ),
+    (
+        [
+            route(((0, 192), (0, 128)), ((0, 192), (0, 128))),
+            route(((192, 384), (0, 128)), ((64, 256), (0, 128))),
+        ],
+        fp8_storage("w", 384, 128),
+        "share a block of w",
+    ),
+    ([route(ALL)], {"w": CODES}, "w_scale_inv is missing"),
+    ([route(ALL)], {"w": CODES, "w_scale_inv": torch.zeros(1, 1)}, r"w_scale_inv is \(1, 1\)"),
+    (
+        [route(ALL), Route("a", ALL, "copy", ALL)],
+        {**fp8_storage("w", 256, 128), "copy": torch.zeros(256, 128)},
+        "a goes to storage of two formats",
+    ),
+]
+
+
+@pytest.mark.parametrize(("routes", "parameters", "fault"), CHECK_REFUSES)
 def test_check_refuses(
     routes: list[Route], parameters: dict[str, torch.Tensor], fault: str
 ) -> None:
@@ -188,16 +179,9 @@ def test_check_refuses(
         table({"a": routes}, parameters).check()
 
 
-def test_one_source_cannot_go_to_fp8_and_bf16() -> None:
-    mixed = [route(whole(256, 128)), Route("a", whole(256, 128), "copy", whole(256, 128))]
-    parameters = {**fp8_storage("w", 256, 128), "copy": torch.zeros(256, 128)}
-    with pytest.raises(RouteError, match="a goes to storage of two formats"):
-        table({"a": mixed}, parameters).check()
-
-
 def test_what_no_route_writes_is_left_to_the_loader_if_something_falls_back() -> None:
     parameters = {**fp8_storage("w", 256, 128), "norm": torch.zeros(4)}
-    routes = {"a": [route(whole(256, 128))], "n": []}
+    routes = {"a": [route(ALL)], "n": []}
     falls_back = table(routes, parameters, fallback={"n": "why"})
     falls_back.check()
     assert falls_back.by_loader == {"norm"}
@@ -205,16 +189,18 @@ def test_what_no_route_writes_is_left_to_the_loader_if_something_falls_back() ->
         table(routes, parameters).check()
 
 
-def test_what_is_written_in_part_is_not_left_to_the_loader() -> None:
-    half: Region = ((0, 128), (0, 128))
-    falls_back = table({"a": [route(half, half)], "n": []}, bf16(256, 128), fallback={"n": "why"})
-    with pytest.raises(RouteError, match="writes 16384 of 32768 elements of w"):
-        falls_back.check()
-
-
-def test_fp8_storage_is_never_left_to_the_loader() -> None:
-    with pytest.raises(RouteError, match=r"0 of 32768 elements of w \(not recorded: a\)"):
-        table({"a": []}, fp8_storage("w", 256, 128), fallback={"a": "why"}).check()
+@pytest.mark.parametrize(
+    ("routes", "parameters", "fault"),
+    [
+        ([route(TOP, TOP)], bf16(256, 128), "writes 16384 of 32768 elements of w"),
+        ([], fp8_storage("w", 256, 128), r"0 of 32768 elements of w \(not recorded: n\)"),
+    ],
+)
+def test_what_is_written_in_part_and_fp8_storage_is_not_left_to_the_loader(
+    routes: list[Route], parameters: dict[str, torch.Tensor], fault: str
+) -> None:
+    with pytest.raises(RouteError, match=fault):
+        table({"a": routes, "n": []}, parameters, fallback={"n": "why"}).check()
 
 
 def fp8_manifest(shape: tuple[int, int] = (256, 128), name: str = "a") -> Manifest:
@@ -224,7 +210,7 @@ def fp8_manifest(shape: tuple[int, int] = (256, 128), name: str = "a") -> Manife
 
 
 def test_codes_that_fit_are_routed_with_their_scales() -> None:
-    fp8 = table({"a": [route(whole(256, 128))]}, fp8_storage("w", 256, 128))
+    fp8 = table({"a": [route(ALL)]}, fp8_storage("w", 256, 128))
     elsewhere = table({"a": []}, {})  # another rank keeps it
     for manifest, scales in ((Manifest({"a": A_WEIGHT}), 0), (fp8_manifest(), 1)):
         fp8.match(manifest)
@@ -247,14 +233,12 @@ def test_codes_that_fit_are_routed_with_their_scales() -> None:
 )
 def test_match_refuses(manifest: Manifest, fault: str) -> None:
     with pytest.raises(ManifestError, match=fault):
-        table({"a": [route(whole(256, 128))]}, bf16(256, 128)).match(manifest)
+        table({"a": [route(ALL)]}, bf16(256, 128)).match(manifest)
 
 
 def test_match_refuses_codes_that_the_trainer_made_for_another_format() -> None:
     """As for an engine that has restarted: both formats have codes of one dtype."""
-    plain, rounded = (
-        table({"a": [route(whole(256, 128))]}, fp8_storage("w", 256, 128)) for _ in range(2)
-    )
+    plain, rounded = (table({"a": [route(ALL)]}, fp8_storage("w", 256, 128)) for _ in range(2))
     mark(rounded.parameters["w"], BLOCK_FP8_UE8M0)
     for kept, engine in ((BLOCK_FP8, plain), (BLOCK_FP8_UE8M0, rounded)):
         for made in (BLOCK_FP8, BLOCK_FP8_UE8M0):
@@ -278,7 +262,7 @@ def test_match_refuses_codes_for_sglangs_loader() -> None:
 
 
 def test_an_update_may_omit_what_no_rank_keeps() -> None:
-    tied = table({"a": [route(whole(256, 128))], "head": []}, bf16(256, 128))
+    tied = table({"a": [route(ALL)], "head": []}, bf16(256, 128))
     with pytest.raises(ManifestError, match="missing: head"):
         tied.match(Manifest({"a": A_WEIGHT}))
     tied.skipped = frozenset({"head"})

@@ -5,16 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.formats.weight_format import TensorSpec
-from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.session import Session, SessionError
 from sgl_fp8rl.receiver.writers.shared_memory import Bucket, SharedMemoryError
-from tests.sgl_fp8rl.receiver import toy
+from tests.sgl_fp8rl.receiver import fake_gpu, toy
+from tests.sgl_fp8rl.receiver.fake_gpu import Make, in_place
 from tests.sgl_fp8rl.receiver.toy import BF16, BIG, Model, Weights, begin, ragged, update
+
+gpu, make = fake_gpu.gpu, fake_gpu.make
 
 
 @pytest.fixture
@@ -81,44 +82,13 @@ def test_a_session_that_wrote_nothing_leaves_things_as_they_were(weights: Engine
     assert (weights.state, weights.reason) == (State.QUARANTINED, "a fault")
 
 
-@pytest.mark.guarantee("quarantine", fault="an update after a failed one")
-def test_a_complete_update_heals_a_quarantined_engine(weights: EngineWeights) -> None:
-    tensors = toy.checkpoint()
-    session = begin(weights, tensors, chunk_bytes=1 << 17)
-    assert len(session.writer.chunks) > 2
-    session.write(0)
-    weights.quarantine("it broke off")
-    assert (weights.state, weights.policy.version, weights.session) == (State.QUARANTINED, -1, None)
-    update(weights, tensors, version=0)
-    assert (weights.state, weights.reason, weights.policy.version) == (State.SERVING, "", 0)
-    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
-
-
-def test_an_engine_serves_nothing_before_its_first_weights() -> None:
-    weights = EngineWeights(toy.toy(), BF16)
-    assert weights.state is State.QUARANTINED
-    assert weights.policy.version == -1
-
-
 def test_the_first_update_records_the_routes() -> None:
     """An engine with dummy weights knows its tensors from the first manifest."""
     weights = EngineWeights(toy.toy(), BF16)
+    assert (weights.state, weights.policy.version) == (State.QUARANTINED, -1)
     tensors = toy.checkpoint()
     update(weights, toy.quantized(tensors))
     assert toy.same(toy.contents(weights.model), toy.expected(tensors))
-
-
-def test_a_first_manifest_that_the_loader_refuses_leaves_no_routes() -> None:
-    weights = EngineWeights(toy.toy(), BF16)
-    tensors = toy.checkpoint()
-    wrong = {**tensors, "unknown.weight": torch.zeros(4)}
-    with pytest.raises(ManifestError, match=r"failed at unknown\.weight"):
-        weights.accept(describe(wrong.items()))
-    partial = {name: t for name, t in tensors.items() if name != "attn.k.weight"}
-    with pytest.raises(ManifestError, match=r"elements of attn\.qkv\.weight"):
-        weights.accept(describe(partial.items()))
-    assert weights.table is None
-    update(weights, tensors)
 
 
 def test_what_fails_before_the_first_write_leaves_the_version_whole(
@@ -139,6 +109,8 @@ def test_what_fails_before_the_first_write_leaves_the_version_whole(
     assert toy.same(toy.contents(weights.model), before)
     toy.write(session, toy.checkpoint())
     assert session.dirty
+    weights.quarantine("it broke off")
+    assert not begin(weights, toy.checkpoint()).dirty, "the next one is not tainted"
 
 
 def test_what_is_only_kept_for_the_loader_is_not_a_write() -> None:
@@ -152,19 +124,27 @@ def test_what_is_only_kept_for_the_loader_is_not_a_write() -> None:
     assert not session.dirty
 
 
-def test_a_dirty_session_does_not_taint_the_next_one(weights: EngineWeights) -> None:
-    tensors = toy.checkpoint()
-    begin(weights, tensors).write(0)
-    weights.quarantine("it broke off")
-    assert not begin(weights, tensors).dirty
+def test_each_chunk_is_written_once_and_none_is_left_out() -> None:
+    tensors = toy.checkpoint(shapes=BIG)
+    session = begin(ragged(), tensors, chunk_bytes=128 * 200 * 2)
+    assert len(session.writer.chunks) == 5
 
+    def write(index: int) -> None:
+        toy.fill(session, tensors, index)
+        session.write(index)
+        with pytest.raises(SessionError, match=f"chunk {index} is not awaited"):
+            session.write(index)
 
-def test_an_update_writes_constants_again(weights: EngineWeights) -> None:
-    """Such as vocabulary padding: a memory saver that released the weights loses it too."""
-    weights.model.data("embed.weight")[toy.VOCAB :].fill_(float("nan"))
-    tensors = toy.checkpoint()
-    update(weights, tensors)
-    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+    for index in (3, 0, 4, 1):
+        write(index)
+    with pytest.raises(SessionError, match="1 of 5 chunks are missing, w among them"):
+        session.finish()
+    assert not session.finished
+    write(2)
+    session.finish()
+    assert session.finished
+    with pytest.raises(SessionError, match="chunk 2 is not awaited"):
+        session.write(2)
 
 
 # -- writers and memory that are kept from update to update
@@ -174,19 +154,6 @@ def accept(weights: EngineWeights, tensors: toy.Tensors, chunk_bytes: int) -> st
     manifest = describe(tensors.items(), chunk_bytes)
     weights.accept(manifest)
     return manifest.fingerprint
-
-
-def test_a_manifest_is_worked_out_once(weights: EngineWeights) -> None:
-    first, second = toy.checkpoint(0), toy.checkpoint(1)
-    update(weights, first, version=0)
-    fingerprint = describe(second.items(), toy.CHUNK_BYTES).fingerprint
-    assert weights.knows(fingerprint)
-    session = weights.begin(fingerprint, Policy(toy.RUN, 1))
-    toy.write(session, second)
-    session.finish()
-    weights.commit()
-    assert weights.policy.version == 1
-    assert toy.same(toy.contents(weights.model), toy.expected(second))
 
 
 def test_the_last_four_plans_are_kept(weights: EngineWeights) -> None:
@@ -204,17 +171,6 @@ def test_the_last_four_plans_are_kept(weights: EngineWeights) -> None:
     assert [weights.knows(f) for f in [*known, newer]] == [True, False, True, True, False]
 
 
-def test_a_manifest_that_is_refused_is_not_known(weights: EngineWeights) -> None:
-    tensors = toy.checkpoint()
-    wrong = {**tensors, "norm.weight": torch.zeros(64)}
-    with pytest.raises(ManifestError, match=r"norm\.weight has shape"):
-        accept(weights, wrong, toy.CHUNK_BYTES)
-    with pytest.raises(ManifestError, match="larger --fp8rl-bucket-bytes"):
-        accept(weights, tensors, 256)
-    for tried, chunk_bytes in ((wrong, toy.CHUNK_BYTES), (tensors, 256)):
-        assert not weights.knows(describe(tried.items(), chunk_bytes).fingerprint)
-
-
 def test_the_bucket_stays_open_while_updates_succeed(weights: EngineWeights) -> None:
     tensors = toy.checkpoint()
     update(weights, tensors)
@@ -227,23 +183,6 @@ def test_the_bucket_stays_open_while_updates_succeed(weights: EngineWeights) -> 
     assert weights.memory.known() == []
 
 
-class FakeSegments:
-    """Parameters of the trainer that are open, with names and places but no GPU."""
-
-    name = "parameters"
-
-    def __init__(self, tensors: toy.Tensors) -> None:
-        self.tensors, self.closed = tensors, False
-
-    def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
-        found = self.tensors[chunk_slice.name]
-        assert (found.dtype, tuple(found.shape)) == (spec.dtype, spec.shape)
-        return found
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_mapped_tensors_make_the_last_chunk() -> None:
     """What is routed and what falls back, each once in the bucket and once in place."""
     shapes: toy.Shapes = {"norm": (128,), "w": (256, 128), "v": (256, 128)}
@@ -251,35 +190,26 @@ def test_mapped_tensors_make_the_last_chunk() -> None:
     weights = toy.engine(gemma.model, shapes)
     for version, mapped in enumerate([("w",), ("norm", "v")]):
         tensors = toy.checkpoint(version, shapes=shapes)
-        manifest = describe(tensors.items(), 1 << 16, mapped)
-        weights.accept(manifest)
-        weights.memory.bucket = Bucket("toy", torch.zeros(1 << 17, dtype=torch.uint8))
-        session = weights.begin(manifest.fingerprint, Policy(toy.RUN, version))
+        session = begin(weights, tensors, version, 1 << 16, mapped=mapped)
         last = len(session.writer.chunks) - 1
         with pytest.raises(SharedMemoryError, match="segments; open them first"):
             session.write(last)
-        in_place = FakeSegments({name: tensors[name] for name in mapped})
-        weights.memory.segments = in_place  # type: ignore[assignment]
-        for index in range(last):
-            toy.fill(session, tensors, index)
-            session.write(index)
-        session.write(last)
+        weights.memory.segments = in_place(None, {name: tensors[name] for name in mapped}, 64)
+        toy.write(session, tensors)
         session.finish()
         weights.commit()
-        for name in shapes:
-            assert torch.equal(gemma.model.data(name), tensors[name])
-        assert torch.equal(gemma.model.get_buffer("plus_one"), tensors["norm"] + 1.0)
-        assert not in_place.closed
+        assert gemma.holds(tensors)
+        assert weights.memory.known() == ["toy", "s"]
         weights.memory.segments = None
 
 
 def test_an_update_that_maps_nothing_lets_go_of_the_trainers_parameters() -> None:
     weights, tensors = ragged(), toy.checkpoint(shapes=BIG)
-    in_place = FakeSegments({})
-    weights.memory.segments = in_place  # type: ignore[assignment]
-    assert weights.memory.known() == ["parameters"]
+    segments = weights.memory.segments = in_place(None, {}, 0)
+    mappings: list[Any] = list(segments._mappings)
+    assert weights.memory.known() == ["s"]
     begin(weights, tensors)
-    assert in_place.closed
+    assert [mapping.closed for mapping in mappings] == [1, 1]
     assert weights.memory.known() == ["toy"]
 
 
@@ -303,18 +233,13 @@ class Gemma:
             if name == "norm":
                 torch.add(model.data(name), 1.0, out=model.get_buffer("plus_one"))
 
+    def holds(self, tensors: toy.Tensors) -> bool:
+        """Whether all are there, and what is derived of them."""
+        derived = torch.equal(self.model.get_buffer("plus_one"), tensors["norm"] + 1.0)
+        return derived and all(torch.equal(self.model.data(n), t) for n, t in tensors.items())
+
 
 GEMMA: toy.Shapes = {"w": (256, 128), "norm": (128,)}
-
-
-def test_what_falls_back_goes_through_the_loader_with_all_that_is_derived() -> None:
-    gemma = Gemma(GEMMA)
-    weights = toy.engine(gemma.model, GEMMA)
-    tensors = toy.checkpoint(shapes=GEMMA)
-    update(weights, tensors)
-    assert torch.equal(gemma.model.data("norm"), tensors["norm"])
-    assert torch.equal(gemma.model.get_buffer("plus_one"), tensors["norm"] + 1.0)
-    assert torch.equal(gemma.model.data("w"), tensors["w"])
 
 
 def test_a_loader_that_leaves_its_parameter_unwritten_is_caught() -> None:
@@ -326,32 +251,37 @@ def test_a_loader_that_leaves_its_parameter_unwritten_is_caught() -> None:
     assert weights.state is not State.SERVING
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_never_reaches_the_loader(bad: float) -> None:
+LARGEST = torch.finfo(torch.float32).max
+"""It is finite, and Inf in BF16."""
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), LARGEST])
+def test_nan_and_inf_never_stay_in_the_loaders_parameter(bad: float) -> None:
     gemma = Gemma(GEMMA)
     weights = toy.engine(gemma.model, GEMMA)
-    tensors = toy.checkpoint(shapes=GEMMA)
+    tensors = toy.checkpoint(shapes=GEMMA, dtype=torch.float32)
     tensors["norm"][5] = bad
     with pytest.raises(ValueError, match="norm holds NaN or Inf"):
         update(weights, tensors)
     assert weights.state is not State.SERVING
-    assert torch.equal(gemma.model.data("norm"), torch.zeros(128, dtype=BF16))
+    assert bad == LARGEST or not gemma.model.data("norm").any(), "it reached the loader"
 
 
 @pytest.mark.parametrize(
     ("shape", "slices"),
     [
+        ((), [(0, 1)]),
         ((20_000,), [(0, 16_384), (16_384, 20_000)]),
         ((300, 128), [(0, 128), (128, 256), (256, 300)]),
         ((5, 64, 128), [(0, 2), (2, 4), (4, 5)]),
     ],
 )
 def test_what_falls_back_is_held_until_it_is_whole(
-    shape: tuple[int, ...], slices: list[tuple[int, int]]
+    make: Make, shape: tuple[int, ...], slices: list[tuple[int, int]]
 ) -> None:
     shapes: toy.Shapes = {"norm": shape, "w": (256, 128)}
     gemma = Gemma(shapes)
-    weights = toy.engine(gemma.model, shapes)
+    weights = make(gemma.model, shapes)
     tensors = toy.checkpoint(shapes=shapes)
     session = begin(weights, tensors, chunk_bytes=128 * 128 * 2)
     assert [p.rows for chunk in session.writer.chunks for p in chunk if p.name == "norm"] == slices
@@ -360,41 +290,7 @@ def test_what_falls_back_is_held_until_it_is_whole(
         session.write(index)
         assert not gemma.model.data("norm").any()  # the loader takes whole tensors only
     session.finish()
-    assert torch.equal(gemma.model.data("norm"), tensors["norm"])
-    assert torch.equal(gemma.model.get_buffer("plus_one"), tensors["norm"] + 1.0)
-    assert torch.equal(gemma.model.data("w"), tensors["w"])
-
-
-def test_a_scalar_that_falls_back_is_held() -> None:
-    gemma = Gemma({"norm": (), "w": (256, 128)})
-    weights = toy.engine(gemma.model, {"norm": (), "w": (256, 128)})
-    tensors = {"norm": torch.tensor(2.5, dtype=BF16), "w": torch.ones(256, 128, dtype=BF16)}
-    update(weights, tensors)
-    assert gemma.model.data("norm").item() == 2.5
-    assert gemma.model.get_buffer("plus_one").item() == 3.5
-
-
-def test_a_value_that_overflows_in_the_loaders_parameter_is_refused() -> None:
-    """FP32's largest number is finite, and Inf in BF16."""
-    weights = toy.engine(Gemma(GEMMA).model, GEMMA)
-    tensors = toy.checkpoint(shapes=GEMMA)
-    tensors["norm"] = torch.full((128,), torch.finfo(torch.float32).max)
-    with pytest.raises(ValueError, match="norm holds NaN or Inf"):
-        update(weights, tensors)
-    assert weights.state is not State.SERVING
-
-
-@pytest.mark.guarantee("in-place", fault="a parameter that moves during an update")
-def test_a_parameter_that_moved_is_caught() -> None:
-    weights = ragged()
-    tensors = toy.checkpoint(shapes=BIG)
-    session = begin(weights, tensors)
-    toy.write(session, tensors)
-    parameter = weights.model.get_parameter("norm")
-    parameter.data = parameter.data.clone()
-    with pytest.raises(SessionError, match="norm moved in memory"):
-        session.finish()
-    assert not session.finished
+    assert gemma.holds(tensors)
 
 
 def test_a_parameter_that_is_new_is_caught() -> None:
@@ -416,45 +312,19 @@ def streamed(weights: EngineWeights, tensors: toy.Tensors) -> Session:
     return weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_stream_in_any_order_leaves_the_oracles_bytes(
-    weights: EngineWeights, reverse: bool
-) -> None:
-    tensors = toy.checkpoint()
-    session, written = streamed(weights, tensors), 0
-    for name in sorted(tensors, reverse=reverse):
-        session.extend([name])
-        for index in range(written, len(session.writer.chunks) - 1):
-            toy.fill(session, tensors, index)
-            session.write(index)
-            written += 1
-    toy.fill(session, tensors, written)
-    session.write(written)
-    session.finish()
-    weights.commit()
-    assert written > 2
-    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
-    # its chunks are those of one stream
-    assert not weights.knows(session.writer.manifest.fingerprint)
-
-
 @pytest.mark.parametrize("names", ["norm.weight", [1], ["unknown"], {"norm.weight": 1}, None])
-def test_a_stream_goes_on_with_names_of_its_manifest(weights: EngineWeights, names: Any) -> None:
+def test_a_stream_goes_on_with_names_of_its_manifest_once(
+    weights: EngineWeights, names: Any
+) -> None:
     session = streamed(weights, toy.checkpoint())
     with pytest.raises(SessionError):
         session.extend(names)
     assert not session.dirty
-
-
-def test_a_tensor_is_streamed_once(weights: EngineWeights) -> None:
-    session = streamed(weights, toy.checkpoint())
     session.extend(["norm.weight"])
     with pytest.raises(SessionError, match=r"norm\.weight' is not due"):
         session.extend(["norm.weight"])
-
-
-def test_what_is_not_a_stream_is_not_extended(weights: EngineWeights) -> None:
-    session = begin(weights, toy.checkpoint())
+    weights.resume()
+    session = begin(weights, toy.checkpoint())  # it is no stream
     with pytest.raises(SessionError, match="is not due"):
         session.extend(["norm.weight"])
 
@@ -473,6 +343,8 @@ def test_a_chunk_of_a_stream_is_written_when_it_is_full(weights: EngineWeights) 
 def test_a_stream_that_ends_early_is_not_committed(weights: EngineWeights) -> None:
     tensors = toy.checkpoint()
     session = streamed(weights, tensors)
+    # its chunks are those of one stream
+    assert not weights.knows(session.writer.manifest.fingerprint)
     with pytest.raises(SessionError, match=r"missing: .* and 13 more"):
         session.finish()
     session.extend(list(tensors))

@@ -25,6 +25,7 @@ from sgl_fp8rl.receiver.writers.shared_memory import (
     UnreachableMemoryError,
 )
 from tests.sgl_fp8rl.protocol.test_framing import descriptors
+from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
 from tests.sgl_fp8rl.receiver.toy import BF16
 
 CPU = torch.device("cpu")
@@ -67,54 +68,19 @@ def test_a_bucket_is_the_trainers_memory(memfd: int) -> None:
     assert (scalar.shape, scalar.item()) == ((), -1.0)
 
 
-def test_a_bucket_keeps_a_descriptor_until_it_is_closed(memfd: int) -> None:
-    before = descriptors()
-    shared = SharedMemory(CPU)
-    fd = os.dup(memfd)
-    shared.open_bucket({"op": "bucket", "name": "b", "bytes": 8192}, [fd])
-    os.close(fd)  # as the rank's socket does after each message
-    assert shared.bucket is not None
-    assert shared.bucket.content[8191] == 0
-    assert descriptors() == before + 1
-    shared.close()
-    assert descriptors() == before
-
-
-@pytest.mark.parametrize("size", [0, -1, 8193, 1 << 62, 1 << 70])
-def test_a_bucket_is_as_large_as_announced(memfd: int, size: int) -> None:
-    with pytest.raises(SharedMemoryError, match=f"is 8192 bytes but was announced as {size}"):
-        Bucket.from_descriptor("b", [memfd], size)
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_a_bucket_is_one_descriptor(memfd: int, count: int) -> None:
-    with pytest.raises(SharedMemoryError, match="is 0 bytes but was announced as 8192"):
-        Bucket.from_descriptor("b", [memfd] * count, 8192)
-
-
-@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
-def test_a_bucket_that_may_shrink_is_refused(seals: int) -> None:
+def test_what_may_shrink_is_no_bucket(tmp_path: Path) -> None:
     """A rank that reads behind a new end is killed by SIGBUS."""
-    fd = sealed(8192, seals)
-    with pytest.raises(SharedMemoryError, match="size is not sealed"):
-        Bucket.from_descriptor("b", [fd], 8192)
-    os.close(fd)
-
-
-def test_a_file_is_not_a_bucket(tmp_path: Path) -> None:
-    """It cannot be sealed."""
-    with (tmp_path / "file").open("w+b") as file:
-        file.truncate(8192)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.truncate(file, 8192)
+    pipe = os.pipe()
+    unsealed = [sealed(8192, 0), sealed(8192, fcntl.F_SEAL_GROW), file]
+    for fd in unsealed:
         with pytest.raises(SharedMemoryError, match="size is not sealed"):
-            Bucket.from_descriptor("b", [file.fileno()], 8192)
-
-
-def test_a_pipe_is_no_bucket() -> None:
-    ends = os.pipe()
+            Bucket.from_descriptor("b", [fd], 8192)
     with pytest.raises(SharedMemoryError, match="is 0 bytes"):
-        Bucket.from_descriptor("b", [ends[0]], 64)
-    for end in ends:
-        os.close(end)
+        Bucket.from_descriptor("b", [pipe[0]], 64)
+    for fd in (*unsealed, *pipe):
+        os.close(fd)
 
 
 def manifest(chunk_bytes: int = 4096, mapped: tuple[str, ...] = (), slots: int = 2) -> Manifest:
@@ -122,56 +88,10 @@ def manifest(chunk_bytes: int = 4096, mapped: tuple[str, ...] = (), slots: int =
     return Manifest(tensors, chunk_bytes, frozenset(mapped), slots=slots)
 
 
-def test_a_chunk_needs_a_bucket_with_all_slots(memfd: int) -> None:
-    shared = SharedMemory(CPU)
-    with pytest.raises(SharedMemoryError, match="open the bucket first"):
-        shared.bucket_for(manifest())
-    shared.open_bucket({"name": "b", "bytes": 8192}, [memfd])
-    assert shared.bucket_for(manifest()) is shared.bucket
-    with pytest.raises(SharedMemoryError, match="holds 8192 bytes, its slots need 8704"):
-        shared.bucket_for(manifest(4352))
-    assert shared.bucket_for(manifest(8192, slots=1)) is shared.bucket
-    with pytest.raises(SharedMemoryError, match="holds 8192 bytes, its slots need 8448"):
-        shared.bucket_for(manifest(8448, slots=1))
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"bytes": 64},
-        {"name": "b"},
-        {"name": [], "bytes": 64},
-        *({"name": "b", "bytes": size} for size in (None, [], "64", 64.0, math.inf, True)),
-    ],
-)
-def test_a_malformed_announcement_opens_nothing(memfd: int, message: dict[str, Any]) -> None:
-    shared = SharedMemory(CPU)
-    with pytest.raises(SharedMemoryError, match=r"as its (name|bytes)"):
-        shared.open_bucket(message, [memfd])
-    assert shared.known() == []
-
-
-@pytest.mark.parametrize(
-    ("handle", "fault"),
-    [
-        (HANDLE.to_json(), "runs on a CPU"),
-        (None, "memory handle"),
-        ({**HANDLE.to_json(), "nbytes": 0}, "memory handle"),
-    ],
-)
-def test_an_engine_on_a_cpu_takes_no_device_memory(handle: Any, fault: str) -> None:
-    shared = SharedMemory(CPU)
-    with pytest.raises(ValueError, match=fault):
-        shared.open_bucket({"name": "b", "handle": handle}, [])
-    with pytest.raises(ValueError, match=fault):
-        shared.open_segments({"name": "s", "handles": [handle], "places": {}})
-    assert shared.known() == []
-
-
 # -- device memory, with a fake in the place of the driver's mappings
 
 
-class FakeMapping:
+class FakeMapping(FakeDeviceMemory):
     """Host memory that stands for another process's allocation."""
 
     opened: list["FakeMapping"]
@@ -180,13 +100,10 @@ class FakeMapping:
     def __init__(self, handle: Handle, device: int) -> None:
         if handle.ipc == self.refused:
             raise CudaMemoryError("could not be mapped")
-        self.tensor = torch.arange(handle.nbytes).to(torch.uint8)
-        self.nbytes, self.address = handle.nbytes, self.tensor.data_ptr()
-        self.device, self.closed = device, 0
+        super().__init__(handle.nbytes, device)
+        self.tensor.copy_(torch.arange(handle.nbytes))
+        self.device = device
         self.opened.append(self)
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 @pytest.fixture
@@ -260,50 +177,36 @@ def test_tensors_may_lie_anywhere_inside(places: Any, mappings: list[FakeMapping
             assert found.data_ptr() == mappings[pieces[0][0]].address + pieces[0][1]
 
 
-@pytest.mark.usefixtures("mappings")
-@pytest.mark.parametrize(
-    ("places", "name"),
-    [
-        ({"w": [at(0, 258, 0, 8)], "n": N}, "w"),
-        ({"w": W, "n": [at(1, 4, 0, 16)]}, "n"),
-        ({"w": [at(1, 0, 0, 8)], "n": N}, "w"),  # larger than its segment
-        ({"w": [at(0, -2, 0, 8)], "n": N}, "w"),
-        ({"w": [at(0, 1, 0, 8)], "n": N}, "w"),
-        ({"w": W, "n": [at(0, 258, 0, 16)]}, "n"),
-        ({"w": W, "n": [at(2, 0, 0, 16)]}, "n"),
-        ({"w": W, "n": [at(-1, 0, 0, 16)]}, "n"),
-        ({"w": [at(0, 1 << 70, 0, 8)], "n": N}, "w"),
-        ({"w": [at(0, 0, 0, 4), at(0, 400, 4, 8)], "n": N}, "w"),  # the second is too long
-    ],
-)
-def test_tensors_outside_of_their_segment_are_refused(places: Any, name: str) -> None:
-    with pytest.raises(SharedMemoryError, match=f"{name} does not lie in the memory"):
-        segments(places).check(SPECS)
+OUTSIDE = [
+    *([at(0, offset, 0, 8)] for offset in (258, -2, 1, 1 << 70)),
+    *([at(segment, 0, 0, 8)] for segment in (1, 2, -1)),  # one is too small, two are not there
+    [at(0, 0, 0, 4), at(0, 400, 4, 8)],  # the second piece is too long
+]
+NOT_ITS_ROWS = [
+    [],
+    [at(0, 0, 0, 7)],
+    [at(0, 0, 0, 9)],
+    [at(0, 0, 1, 8)],
+    [at(0, 0, 0, 4), at(0, 0, 5, 8)],
+    [at(0, 0, 0, 4), at(0, 0, 3, 8)],
+    [at(0, 0, 4, 8), at(0, 0, 0, 4)],
+    [at(0, 0, 0, 8), at(0, 0, 8, 4), at(0, 0, 4, 8)],
+]
 
 
 @pytest.mark.usefixtures("mappings")
 @pytest.mark.parametrize(
-    "pieces",
+    ("places", "fault"),
     [
-        [],
-        [at(0, 0, 0, 7)],
-        [at(0, 0, 0, 9)],
-        [at(0, 0, 1, 8)],
-        [at(0, 0, 0, 4), at(0, 0, 5, 8)],
-        [at(0, 0, 0, 4), at(0, 0, 3, 8)],
-        [at(0, 0, 4, 8), at(0, 0, 0, 4)],
-        [at(0, 0, 0, 8), at(0, 0, 8, 4), at(0, 0, 4, 8)],
+        *(({"w": w, "n": N}, "w does not lie in the memory") for w in OUTSIDE),
+        ({"w": W, "n": [at(1, 4, 0, 16)]}, "n does not lie in the memory"),
+        ({"w": W, "n": [at(0, 258, 0, 16)]}, "n does not lie in the memory"),
+        *(({"w": w, "n": N}, r"w (are not its 8 rows|does not lie)") for w in NOT_ITS_ROWS),
+        *((p, "not those of the manifest") for p in ({}, {"w": W}, {"w": W, "n": N, "x": W})),
     ],
 )
-def test_pieces_are_every_row_once(pieces: Any) -> None:
-    with pytest.raises(SharedMemoryError, match=r"w (are not its 8 rows|does not lie)"):
-        segments({"w": pieces, "n": N}).check(SPECS)
-
-
-@pytest.mark.usefixtures("mappings")
-@pytest.mark.parametrize("places", [{}, {"w": W}, {"w": W, "n": N, "x": W}])
-def test_places_are_those_of_the_manifest(places: Any) -> None:
-    with pytest.raises(SharedMemoryError, match="not those of the manifest"):
+def test_places_are_every_row_once_in_its_segment(places: Any, fault: str) -> None:
+    with pytest.raises(SharedMemoryError, match=fault):
         segments(places).check(SPECS)
 
 

@@ -1,6 +1,5 @@
 """The writer of a GPU on the CPU; ``fake_gpu.py`` stands for its kernels."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.block_fp8 import SCALES
@@ -17,13 +15,9 @@ from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Status
-from sgl_fp8rl.protocol.chunks import Piece
-from sgl_fp8rl.protocol.manifest import describe
-from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.receiver.session import Session
 from sgl_fp8rl.receiver.writers import cut_blocks, triton_writer
-from sgl_fp8rl.receiver.writers.shared_memory import Bucket, Segments, SharedMemoryError
+from sgl_fp8rl.receiver.writers.shared_memory import SharedMemoryError
 from tests import oracle
 from tests.sgl_fp8rl.receiver import fake_gpu, toy
 from tests.sgl_fp8rl.receiver.fake_gpu import (
@@ -34,6 +28,7 @@ from tests.sgl_fp8rl.receiver.fake_gpu import (
     Interpreter,
     OnDevice,
     engine,
+    in_place,
     span_of,
 )
 from tests.sgl_fp8rl.receiver.toy import BF16, FP8, Model, Weights
@@ -42,33 +37,6 @@ gpu = fake_gpu.gpu
 CPU = torch.device("cpu")
 BLOCK_ROWS = 128 * toy.HEADS
 """Elements of 128 rows of the widest matrix of the toy model."""
-
-
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_an_update_leaves_the_oracles_bytes(
-    gpu: Interpreter, dtype: torch.dtype, tp: int, small: bool
-) -> None:
-    chunk_bytes = BLOCK_ROWS * dtype.itemsize if small else toy.CHUNK_BYTES
-    for rank in range(tp):
-        weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
-        for version in range(2):  # the second time from the tables of the first
-            tensors = toy.checkpoint(version, dtype=dtype)
-            toy.update(weights, tensors, version, chunk_bytes)
-            assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
-
-
-@pytest.mark.parametrize("chunk_bytes", [BLOCK_ROWS + 256, toy.CHUNK_BYTES])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_codes_and_scales_leave_the_same_bytes_as_their_weights(
-    gpu: Interpreter, tp: int, chunk_bytes: int
-) -> None:
-    tensors = toy.checkpoint()
-    for rank in range(tp):
-        weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
-        toy.update(weights, toy.quantized(tensors), chunk_bytes=chunk_bytes)
-        assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
 
 
 DAMAGE: dict[str, Damage] = {
@@ -123,129 +91,6 @@ def test_the_controls_wrong_moves_leave_other_bytes_or_leave_their_memory(
         assert "not this move's to touch" in str(error)
         return
     assert not toy.same(toy.contents(weights.model), toy.expected(tensors))
-
-
-# -- shapes that the toy model has not
-
-
-def copy_all(model: Model, named: Weights) -> None:
-    for name, weight in named:
-        model.data(name).copy_(weight)
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("lines", [200, 233, 350, 1200])
-def test_ragged_blocks_split_anywhere(gpu: Interpreter, lines: int, fp8: bool) -> None:
-    tensors = toy.checkpoint(shapes=toy.BIG)
-    codes, scale = oracle.quantize_weight(tensors["w"].float().numpy())
-    streamed = tensors
-    if fp8:
-        w = {"w": torch.from_numpy(codes).view(FP8), "w_scale_inv": torch.from_numpy(scale)}
-        streamed = {**tensors, **w}
-    weights = toy.ragged()
-    gpu.writable += [span_of(parameter) for parameter in weights.model.parameters()]
-    toy.update(weights, streamed, chunk_bytes=256 * (lines // 2 + 1 if fp8 else lines))
-    found = toy.contents(weights.model)
-    assert found["w"].tobytes() == codes.tobytes()
-    assert found["w_scale_inv"].tobytes() == scale.tobytes()
-    assert found["norm"].tobytes() == tensors["norm"].view(torch.uint8).numpy().tobytes()
-
-
-EXPERTS: toy.Shapes = {"gate_up": (4, 512, 256), "down": (4, 256, 512), "router": (4, 256)}
-
-
-def experts(rank: int) -> tuple[Model, Callable[[toy.Tensors], dict[str, NDArray[np.uint8]]]]:
-    """Two of four experts, and half of each: rows of one matrix, columns of the other."""
-
-    half = slice(rank * 256, rank * 256 + 256)
-    boxes: dict[str, Any] = {
-        "gate_up": (slice(2, 4), half),
-        "down": (slice(2, 4), slice(None), half),
-        "router": (slice(None), slice(128, None)),
-    }
-
-    def load(model: Model, named: Weights) -> None:
-        for name, weight in named:
-            model.data(name).copy_(weight[boxes[name]])
-
-    def expected(tensors: toy.Tensors) -> dict[str, NDArray[np.uint8]]:
-        parts = {name: t[boxes[name]].contiguous() for name, t in tensors.items()}
-        whole = {"router": parts["router"].view(torch.uint8).numpy().reshape(-1)}
-        for name in ("gate_up", "down"):
-            codes, scale = oracle.quantize_weight(parts[name].float().numpy())
-            whole[name] = codes.reshape(-1)
-            whole[f"{name}_scale_inv"] = scale.reshape(-1).view(np.uint8)
-        return whole
-
-    storage = {
-        **toy.fp8_storage("gate_up", 2, 256, 256),
-        **toy.fp8_storage("down", 2, 256, 256),
-        "router": torch.zeros(4, 128, dtype=BF16),
-    }
-    return Model(storage, load), expected
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("experts_in_a_chunk", [1, 3, 8])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_experts_in_one_tensor(
-    gpu: Interpreter, rank: int, experts_in_a_chunk: int, fp8: bool
-) -> None:
-    tensors = toy.checkpoint(shapes=EXPERTS)
-    model, expected = experts(rank)
-    weights = engine(gpu, model, EXPERTS)
-    streamed: toy.Tensors = {}
-    for name, tensor in tensors.items():
-        if fp8 and name != "router":
-            codes, scale = oracle.quantize_weight(tensor.float().numpy())
-            streamed[name] = torch.from_numpy(codes).view(FP8)
-            streamed[f"{name}_scale_inv"] = torch.from_numpy(scale)
-        else:
-            streamed[name] = tensor
-    toy.update(
-        weights, streamed, chunk_bytes=experts_in_a_chunk * (512 * 256 * (1 if fp8 else 2) + 256)
-    )
-    assert toy.same(toy.contents(model), expected(tensors))
-
-
-def test_scalars_columns_and_more_dimensions(gpu: Interpreter) -> None:
-    shapes: toy.Shapes = {
-        "scalar": (),
-        "column": (64, 4),
-        "columns": (3, 64, 4),
-        "row": (1, 96),
-        "conv": (5, 6, 7, 8),
-        "in a stack": (40,),
-    }
-    parts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "column": lambda w: w[:, 1:2],
-        "columns": lambda w: w[1:, :, 2:3],
-        "conv": lambda w: w[1:4, 2:5, :, 3:7],
-    }
-
-    def part(name: str, weight: torch.Tensor) -> torch.Tensor:
-        return parts.get(name, lambda w: w)(weight)
-
-    def load(model: Model, named: Weights) -> None:
-        for name, weight in named:
-            target = model.data(name)
-            if name == "in a stack":
-                target[0].zero_()
-                target[2].zero_()
-                target = target[1]
-            target.copy_(part(name, weight))
-
-    tensors = toy.checkpoint(shapes=shapes, dtype=torch.float32)
-    storage = {n: torch.zeros(part(n, t).shape, dtype=BF16) for n, t in tensors.items()}
-    storage["in a stack"] = torch.zeros(3, 40)
-    model = Model(storage, load)
-    weights = toy.EngineWeights(model, BF16)
-    weights.state = State.SERVING
-    gpu.writable += [span_of(parameter) for parameter in model.parameters()]
-    toy.update(weights, tensors, chunk_bytes=2048)
-    for name, tensor in tensors.items():
-        found = model.data(name)[1] if name == "in a stack" else model.data(name)
-        assert torch.equal(found, part(name, tensor).to(found.dtype)), name
 
 
 @st.composite
@@ -351,32 +196,24 @@ def test_a_table_is_small_where_memory_is_contiguous() -> None:
 def test_a_bucket_on_the_host_is_staged_in_one_slot(
     gpu: Interpreter, on_device: bool, slots: int
 ) -> None:
-    tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
-    session = toy.begin(weights, tensors, chunk_bytes=2 * BLOCK_ROWS, slots=slots)
-    bucket = weights.memory.bucket
-    assert bucket is not None
-    if on_device:
-        gpu.shared.append(span_of(bucket.content))
-        bucket.content = bucket.content.as_subclass(OnDevice)
-    toy.write(session, tensors)
-    count = len(session.writer.chunks)
-    assert count > 4
-    assert session.finish() == pytest.approx(SECONDS * count)
     sizes = [] if on_device else [2 * BLOCK_ROWS]
-    assert [stage.tensor.numel() for stage in gpu.stages] == sizes
-    assert all(stage.closed == 1 for stage in gpu.stages)
-    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
-
-
-def test_seconds_are_those_of_one_update(gpu: Interpreter) -> None:
-    tensors = toy.checkpoint()
-    weights = engine(gpu, toy.toy(), toy.SHAPES)
     for version in range(2):
-        session = toy.begin(weights, tensors, version)
+        tensors = toy.checkpoint(version)
+        session = toy.begin(weights, tensors, version, 2 * BLOCK_ROWS, slots=slots)
+        bucket = weights.memory.bucket
+        assert bucket is not None
+        if on_device:
+            gpu.shared.append(span_of(bucket.content))
+            bucket.content = bucket.content.as_subclass(OnDevice)
         toy.write(session, tensors)
-        assert session.finish() == pytest.approx(SECONDS * len(session.writer.chunks))
+        count = len(session.writer.chunks)
+        assert count > 4
+        assert session.finish() == pytest.approx(SECONDS * count), "those of this update"
         weights.commit()
+        assert [stage.tensor.numel() for stage in gpu.stages] == sizes * (version + 1)
+        assert all(stage.closed == 1 for stage in gpu.stages)
+        assert toy.same(toy.contents(weights.model), toy.expected(tensors))
 
 
 def test_a_stage_is_freed_where_a_launch_fails(gpu: Interpreter) -> None:
@@ -388,43 +225,6 @@ def test_a_stage_is_freed_where_a_launch_fails(gpu: Interpreter) -> None:
         session.write(0)
     weights.quarantine("a launch failed")
     assert [stage.closed for stage in gpu.stages] == [1]
-
-
-class FakeMapping:
-    """Host memory of the test that stands for the trainer's allocation."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.nbytes, self.address = tensor, tensor.numel(), tensor.data_ptr()
-
-    def close(self) -> None:
-        pass
-
-
-def in_place(
-    gpu: Interpreter,
-    tensors: toy.Tensors,
-    gap: int,
-    rows: int = 1 << 20,
-    nbytes: int = 1 << 20,
-) -> Segments:
-    """The tensors laid out in two allocations, with gaps, in pieces of so many rows."""
-    contents = [torch.full((nbytes,), 0xA5, dtype=torch.uint8) for _ in range(2)]
-    segments = Segments("s", [], {}, 0)
-    ends, segment = [gap] * 2, 0
-    for name, tensor in tensors.items():
-        pieces = segments.places[name] = list[Piece]()
-        first = 0
-        for part in tensor.split(rows):
-            segment = 1 - segment
-            raw = part.flatten().view(torch.uint8)
-            pieces.append(Piece(segment, ends[segment], (first, first + len(part))))
-            contents[segment][ends[segment] :][: raw.numel()] = raw
-            ends[segment] += raw.numel() + gap
-            first += len(part)
-    segments._mappings = [FakeMapping(content) for content in contents]  # type: ignore[misc]
-    segments.gpus = [*GPUS]
-    gpu.shared = [span_of(content) for content in contents]
-    return segments
 
 
 @pytest.mark.parametrize("rows", [1 << 20, 128, 64, 200, 3])
@@ -443,10 +243,6 @@ def test_what_is_mapped_is_read_where_it_lies(
             tensors = toy.checkpoint(version)
             streamed = toy.quantized(tensors) if fp8 else tensors
             mapped = {n: t for n, t in streamed.items() if n.startswith(("mlp", "norm"))}
-            manifest = describe(streamed.items(), 1 << 18, mapped)
-            if version == 0:
-                weights.accept(manifest)
-            weights.memory.bucket = Bucket("toy", torch.zeros(1 << 19, dtype=torch.uint8))
             segments = in_place(gpu, mapped, gap, rows)
             if stays:  # the same memory with other values, as after an optimizer's step
                 old = weights.memory.mapped()
@@ -454,9 +250,10 @@ def test_what_is_mapped_is_read_where_it_lies(
                     mine.tensor.copy_(other.tensor)
                     gpu.shared.append(span_of(mine.tensor))
                 segments = old
+            session = toy.begin(weights, streamed, version, 1 << 18, mapped=mapped)
             weights.memory.segments = segments
-            session = weights.begin(manifest.fingerprint, Policy(toy.RUN, version))
-            write_all_parts(session, streamed)
+            toy.write(session, streamed)
+            session.finish()
             weights.commit()
             compiled.append(gpu.compiled)
             assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
@@ -502,14 +299,11 @@ def test_a_scale_is_that_of_the_whole_row_on_each_rank(
     weights = engine(gpu, by_row(rank, dtype), BY_ROW)
     tensors = toy.checkpoint(shapes=BY_ROW)
     tensors["down"][:, 0] = 64.0  # the scale of each row is this rank's or the other's
+    session = toy.begin(weights, tensors, chunk_bytes=1 << 17, mapped=mapped)
     there = {name: tensors[name] for name in mapped}
-    manifest = describe(tensors.items(), 1 << 17, there)
-    weights.accept(manifest)
-    weights.memory.bucket = Bucket("toy", torch.zeros(1 << 18, dtype=torch.uint8))
-    if mapped:
-        weights.memory.segments = in_place(gpu, there, 64, rows)
-    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
-    write_all_parts(session, tensors)
+    weights.memory.segments = in_place(gpu, there, 64, rows)
+    toy.write(session, tensors)
+    session.finish()
     found = toy.contents(weights.model)
     for name, axis in (("up", 0), ("down", 1)):
         whole_ = oracle.quantize_rows(tensors[name].float().numpy(), int8=dtype == torch.int8)
@@ -520,23 +314,11 @@ def test_a_scale_is_that_of_the_whole_row_on_each_rank(
     assert not gpu.joined  # no row lies on several ranks of the trainer
 
 
-def write_all_parts(session: Session, tensors: toy.Tensors) -> None:
-    """Write every chunk; what is mapped lies there already."""
-    for index in range(len(session.writer.chunks)):
-        if not session.writer.is_mapped(index):
-            toy.fill(session, tensors, index)
-        session.write(index)
-    session.finish()
-
-
 def test_places_are_checked_before_they_are_read(gpu: Interpreter) -> None:
     tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
     before = toy.contents(weights.model)
-    manifest = describe(tensors.items(), toy.CHUNK_BYTES, tensors)
-    weights.accept(manifest)
-    weights.memory.bucket = Bucket("toy", torch.zeros(8, dtype=torch.uint8))
-    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    session = toy.begin(weights, tensors, mapped=tensors)
     assert weights.memory.bucket is None  # not needed, so the trainer may free it
     segments = weights.memory.segments = in_place(gpu, tensors, 0)
     (good,) = segments.places["norm.weight"]
@@ -565,9 +347,7 @@ def test_the_engines_own_gpu_is_read_first(
     gpu.damage = seen
     tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
-    manifest = describe(tensors.items(), toy.CHUNK_BYTES, tensors)
-    weights.accept(manifest)
-    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    session = toy.begin(weights, tensors, mapped=tensors)
     weights.memory.segments = in_place(gpu, tensors, 0, 128)
     session.write(0)
     (order,) = filter(None, orders)
@@ -583,9 +363,7 @@ def test_a_piece_that_cuts_a_block_is_never_quantized_by_itself(
     tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
     before = toy.contents(weights.model)
-    manifest = describe(tensors.items(), toy.CHUNK_BYTES, tensors)
-    weights.accept(manifest)
-    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    session = toy.begin(weights, tensors, mapped=tensors)
     weights.memory.segments = in_place(gpu, tensors, 0, rows)
     with pytest.raises(ValueError, match=r"a piece of attn\.q\.weight cuts a 128x128 block"):
         session.write(0)
@@ -595,58 +373,9 @@ def test_a_piece_that_cuts_a_block_is_never_quantized_by_itself(
 # -- what is found at the end
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["embed.weight", "attn.v.weight", "mlp.experts.1.down.weight"])
-def test_nan_and_inf_are_refused_by_name(gpu: Interpreter, name: str, bad: float) -> None:
-    tensors = toy.checkpoint()
-    tensors[name].view(-1)[-1] = bad
-    tensors["norm.weight"][0] = bad  # the first in the manifest's order is named
-    weights = engine(gpu, toy.toy(), toy.SHAPES)
-    with pytest.raises(ValueError, match=f"{name} holds NaN or Inf"):
-        toy.update(weights, tensors, chunk_bytes=2 * BLOCK_ROWS)
-    assert weights.state is not State.SERVING
-    weights.quarantine("it failed")
-    tensors = toy.checkpoint(1)
-    toy.update(weights, tensors, chunk_bytes=2 * BLOCK_ROWS)  # the same writer starts afresh
-    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
-def test_a_scale_is_positive_and_finite(gpu: Interpreter, bad: float) -> None:
-    streamed = toy.quantized(toy.checkpoint())
-    streamed["attn.k.weight_scale_inv"][1, 0] = bad
-    weights = engine(gpu, toy.toy(), toy.SHAPES)
-    with pytest.raises(ValueError, match=r"attn\.k\.weight_scale_inv"):
-        toy.update(weights, streamed)
-
-
-def test_negative_weights_are_no_scales(gpu: Interpreter) -> None:
-    """The control: only scales must be positive."""
-    tensors = {name: -tensor.abs() for name, tensor in toy.checkpoint().items()}
-    weights = engine(gpu, toy.toy(), toy.SHAPES)
-    toy.update(weights, tensors)
-    assert weights.state is State.SERVING
-
-
 def test_blocks_that_were_not_written_are_noticed(gpu: Interpreter) -> None:
     weights = engine(gpu, toy.toy(), toy.SHAPES)
     gpu.lost_tiles = 1
     with pytest.raises(RuntimeError, match=r"\d+ of \d+ blocks were written"):
         toy.update(weights, toy.checkpoint())
     assert weights.state is not State.SERVING
-
-
-def test_what_falls_back_makes_no_moves(gpu: Interpreter) -> None:
-    def load(model: Model, named: Weights) -> None:
-        for name, weight in named:
-            model.data(name).copy_(weight * 2 if name == "n" else weight)
-
-    shapes: toy.Shapes = {"w": (256, 128), "n": (64,)}
-    storage = {**toy.fp8_storage("w", 256, 128), "n": torch.zeros(64, dtype=BF16)}
-    weights = engine(gpu, Model(storage, load), shapes)
-    tensors = toy.checkpoint(shapes=shapes)
-    compiled: list[CopyDescriptor] = []
-    gpu.damage = lambda descriptors: compiled.extend(descriptors) or descriptors  # type: ignore[func-returns-value]
-    toy.update(weights, tensors)
-    assert [descriptor.tag for descriptor in compiled] == [0]  # w, the first of the manifest
-    assert torch.equal(weights.model.get_parameter("n"), tensors["n"] * 2)

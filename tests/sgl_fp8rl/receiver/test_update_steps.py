@@ -1,6 +1,5 @@
 """How two ranks end an update together: what goes back, and what is quarantined."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -24,10 +23,15 @@ class Rank:
     why_not_generate = "quarantined"
     status: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, undo: Callable[[], None]) -> None:
+    def __init__(self, can_undo: bool) -> None:
         self.did: list[str] = []
-        self.session = SimpleNamespace(undo=lambda: (self.did.append("undo"), undo()))
+        self.can_undo, self.session = can_undo, self
         self.memory = SimpleNamespace(close=lambda: None)
+
+    def undo(self) -> None:
+        self.did.append("undo")
+        if not self.can_undo:
+            raise RuntimeError("no memory")
 
     def resume(self) -> None:
         self.did.append("resume")
@@ -39,33 +43,25 @@ class Rank:
         self.did.append("commit")
 
 
-def cannot() -> None:
-    raise RuntimeError("no memory")
-
-
-def can() -> None:
-    pass
-
-
 @pytest.mark.parametrize(
-    ("mine", "other", "undo", "error_of_other", "did"),
+    ("mine", "other", "can_undo", "error_of_other", "did"),
     [
-        (CHANGED, CHANGED, can, None, ["undo", "resume"]),
-        (CHANGED, CLEAN, can, None, ["undo", "resume"]),
-        (CLEAN, CHANGED, can, None, ["undo", "resume"]),
-        (CLEAN, CLEAN, can, None, ["resume"]),
-        (CHANGED, WHOLE, can, None, ["quarantine"]),
-        (CHANGED, VOTED, can, None, ["quarantine"]),
-        (VOTED, VOTED, can, None, ["quarantine, in doubt"]),
-        (VOTED, COMMITTED, can, None, ["commit"]),
-        (CHANGED, CHANGED, cannot, None, ["undo", "quarantine"]),
-        (CHANGED, CHANGED, can, "no memory", ["undo", "quarantine"]),
+        (CHANGED, CHANGED, True, None, ["undo", "resume"]),
+        (CHANGED, CLEAN, True, None, ["undo", "resume"]),
+        (CLEAN, CHANGED, True, None, ["undo", "resume"]),
+        (CLEAN, CLEAN, True, None, ["resume"]),
+        (CHANGED, WHOLE, True, None, ["quarantine"]),
+        (CHANGED, VOTED, True, None, ["quarantine"]),
+        (VOTED, VOTED, True, None, ["quarantine, in doubt"]),
+        (VOTED, COMMITTED, True, None, ["commit"]),
+        (CHANGED, CHANGED, False, None, ["undo", "quarantine"]),
+        (CHANGED, CHANGED, True, "no memory", ["undo", "quarantine"]),
     ],
 )
 def test_all_ranks_go_back_or_none(
     mine: Outcome,
     other: Outcome,
-    undo: Callable[[], None],
+    can_undo: bool,
     error_of_other: str | None,
     did: list[str],
 ) -> None:
@@ -73,7 +69,7 @@ def test_all_ranks_go_back_or_none(
         def gather(self, value: Any) -> list[Any]:
             return [value, other if isinstance(value, Outcome) else error_of_other]
 
-    rank: Any = Rank(undo)
+    rank: Any = Rank(can_undo)
     host = Host(0, Exchange(1), lambda _: None)
     reply = update_steps._end(host, rank, Policy("r", 1), "t", mine, None)
     assert rank.did == did

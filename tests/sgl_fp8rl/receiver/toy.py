@@ -42,10 +42,18 @@ SHAPES: Shapes = {
 FP8_NAMES = [name for name in SHAPES if name.startswith(("attn", "mlp.exp")) and "weight" in name]
 
 
+def copy_all(model: "Model", weights: Weights) -> None:
+    """A loader that copies each tensor into the parameter of its name."""
+    for name, weight in weights:
+        model.data(name).copy_(weight)
+
+
 class Model(nn.Module):
     """Parameters by dotted name, and a loader."""
 
-    def __init__(self, storage: Tensors, loader: Callable[["Model", Weights], None]) -> None:
+    def __init__(
+        self, storage: Tensors, loader: Callable[["Model", Weights], None] = copy_all
+    ) -> None:
         super().__init__()
         for name, tensor in storage.items():
             *path, last = name.split(".")
@@ -193,6 +201,12 @@ def contents(model: nn.Module) -> dict[str, NDArray[np.uint8]]:
     }
 
 
+def lose(model: nn.Module) -> None:
+    """Fill the memory, since what a memory saver took away holds anything."""
+    for parameter in model.parameters():
+        parameter.data.view(torch.uint8).fill_(0x7F)
+
+
 def same(a: dict[str, NDArray[np.uint8]], b: dict[str, NDArray[np.uint8]]) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
@@ -216,9 +230,11 @@ def begin(
     chunk_bytes: int = CHUNK_BYTES,
     run: str = RUN,
     slots: int = 2,
+    mapped: Collection[str] = (),
 ) -> Session:
-    """A session whose bucket holds the first chunks of these tensors, one in each slot."""
-    manifest = describe(tensors.items(), chunk_bytes, slots=slots)
+    """A session whose bucket holds the first chunks of these tensors, one in each slot; those that
+    are mapped come in no bucket."""
+    manifest = describe(tensors.items(), chunk_bytes, mapped, slots=slots)
     weights.check_policy(Policy(run, version))
     if not weights.knows(manifest.fingerprint):
         weights.accept(manifest)
@@ -226,7 +242,8 @@ def begin(
     weights.memory.bucket = Bucket("toy", content)
     session = weights.begin(manifest.fingerprint, Policy(run, version))
     for index in range(min(slots, len(session.writer.chunks))):
-        fill(session, tensors, index)
+        if not session.writer.is_mapped(index):
+            fill(session, tensors, index)
     return session
 
 
@@ -245,7 +262,8 @@ def fill(session: Session, tensors: Tensors, index: int) -> None:
 def write(session: Session, tensors: Tensors) -> None:
     """Write every chunk."""
     for index in range(len(session.writer.chunks)):
-        fill(session, tensors, index)
+        if not session.writer.is_mapped(index):
+            fill(session, tensors, index)
         session.write(index)
 
 
@@ -266,12 +284,7 @@ BIG: Shapes = {"w": (600, 200), "norm": (300,)}
 """A matrix whose last blocks are ragged, and a vector."""
 
 
-def ragged(rows: int = 600, cols: int = 200) -> EngineWeights:
+def ragged(make: Callable[[Model, Shapes], EngineWeights] = engine) -> EngineWeights:
     """[600, 200] in FP8, whose last blocks are ragged, and a vector."""
-    storage = {**fp8_storage("w", rows, cols), "norm": torch.zeros(300, dtype=BF16)}
-
-    def load(model: Model, weights: Weights) -> None:
-        for name, weight in weights:
-            model.data(name).copy_(weight)
-
-    return engine(Model(storage, load), BIG)
+    storage = {**fp8_storage("w", 600, 200), "norm": torch.zeros(300, dtype=BF16)}
+    return make(Model(storage), BIG)

@@ -44,24 +44,17 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (status()["sglang"], status()["torch"]) == ("warn", "fail")
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "version", "status"),
-    [
-        (False, "0.5.17", "ok"),
-        (False, "0.5.23", "ok"),
-        (True, "0.5.17", "ok"),
-        (True, "0.5.23", "warn"),
-    ],
-)
+@pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_version_is_judged_by_what_ran_on_this_kind_of_device(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, version: str, status: str
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
-    monkeypatch.setattr(seams, "installed", {"torch": "2.11.0", "sglang": version}.get)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    (check,) = (check for check in installation.check_versions() if check.name == "sglang")
-    assert check.status == status
-    if status == "warn":
-        assert "on a GPU" in check.message and "0.5.17" in check.message
+    for version in ("0.5.17", "0.5.23"):
+        monkeypatch.setattr(seams, "installed", {"torch": "2.11.0", "sglang": version}.get)
+        (check,) = (check for check in installation.check_versions() if check.name == "sglang")
+        untested = has_gpu and version == "0.5.23"
+        assert check.status == ("warn" if untested else "ok")
+        assert not untested or ("on a GPU" in check.message and "0.5.17" in check.message)
 
 
 @pytest.mark.usefixtures("sglang_stub")
@@ -87,95 +80,60 @@ def test_an_update_that_is_not_refused_is_named(
     assert all(name in check.message for name in unknown)
 
 
+ENGINE, PLATFORM, VERL = installation.ENTRY_POINTS
+OURS = {group: [target] for group, (_, target) in installation.ENTRY_POINTS.items()}
+BROKEN = "broken:register"
+
+
 class _Point(metadata.EntryPoint):
     """An entry point that loads nothing."""
 
     def load(self) -> object:
-        if "broken" in self.value:
+        assert self.group != VERL, "it is found, and not loaded: that would import verl"
+        if self.value == BROKEN:
             raise ImportError("broken on purpose")
         return None
 
 
 @pytest.mark.usefixtures("sglang_stub")
 @pytest.mark.parametrize(
-    ("targets", "plugins", "expected"),
+    ("group", "targets", "plugins", "expected"),
     [
-        (["sgl_fp8rl.engine.plugin:register"], "", "ok"),
-        (["sgl_fp8rl.engine.plugin:register"], "other, fp8rl,fp8rl_cpu", "ok"),
-        (["sgl_fp8rl.engine.plugin:register"], "other", "SGLANG_PLUGINS=other"),
-        ([], "", "nothing"),
-        (["elsewhere:register"], "", "elsewhere:register"),
-        (["sgl_fp8rl.engine.plugin:register"] * 2, "", "reinstall"),
+        *((group, target, None, "ok") for group, target in OURS.items()),
+        *((group, OURS[group], "other, fp8rl,fp8rl_cpu", "ok") for group in (ENGINE, PLATFORM)),
+        (ENGINE, OURS[ENGINE], "", "ok"),
+        (ENGINE, OURS[ENGINE], "other", "SGLANG_PLUGINS=other"),
+        (ENGINE, [], None, "nothing"),
+        (ENGINE, ["elsewhere:register"], None, "elsewhere:register"),
+        (ENGINE, OURS[ENGINE] * 2, None, "reinstall"),
+        (ENGINE, [BROKEN], None, "broken on purpose"),
+        (VERL, OURS[VERL], "auto", "ok"),
+        (VERL, OURS[VERL], "other,fp8rl", "ok"),
+        (VERL, OURS[VERL], "none", "VERL_USE_EXTERNAL_PLUGINS=none"),
+        (VERL, ["elsewhere"], None, "reinstall"),
     ],
 )
 def test_entry_points(
-    monkeypatch: pytest.MonkeyPatch, targets: list[str], plugins: str, expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    group: str,
+    targets: list[str],
+    plugins: str | None,
+    expected: str,
 ) -> None:
-    points = {
-        "sglang.srt.plugins": [_Point("fp8rl", t, "sglang.srt.plugins") for t in targets],
-        "sglang.srt.platforms": [
-            _Point(
-                "fp8rl_cpu", "sgl_fp8rl.engine.cpu.cpu_platform:activate", "sglang.srt.platforms"
-            )
-        ],
-        "verl.plugins": [],
-    }
-    monkeypatch.setattr(installation.metadata, "entry_points", lambda group: points[group])
-    monkeypatch.setenv("SGLANG_PLUGINS", plugins)
-    plugin, platform, _ = installation.check_entry_points()
-    if expected == "ok":
-        assert (plugin.status, platform.status) == ("ok", "ok")
-    else:
-        assert plugin.status == "fail"
-        assert expected in plugin.message
-
-
-@pytest.mark.usefixtures("sglang_stub")
-@pytest.mark.parametrize(
-    ("target", "plugins", "expected"),
-    [
-        ("sgl_fp8rl.verl.plugin", None, "ok"),
-        ("sgl_fp8rl.verl.plugin", "auto", "ok"),
-        ("sgl_fp8rl.verl.plugin", "other,fp8rl", "ok"),
-        ("sgl_fp8rl.verl.plugin", "none", "VERL_USE_EXTERNAL_PLUGINS=none"),
-        ("broken", None, "reinstall"),
-    ],
-)
-def test_entry_point_of_verl(
-    monkeypatch: pytest.MonkeyPatch, target: str, plugins: str | None, expected: str
-) -> None:
-    """It is found, and not loaded: that would import verl."""
-    point = _Point("fp8rl", target, "verl.plugins")
-    monkeypatch.setattr(
-        installation, "ENTRY_POINTS", {n: installation.ENTRY_POINTS[n] for n in [point.group]}
-    )
-    monkeypatch.setattr(installation.metadata, "entry_points", lambda group: [point])
-    monkeypatch.setattr(_Point, "load", None)
-    monkeypatch.delenv("VERL_USE_EXTERNAL_PLUGINS", raising=False)
+    name, target = installation.ENTRY_POINTS[group]
+    wanted = BROKEN if BROKEN in targets else target
+    monkeypatch.setattr(installation, "ENTRY_POINTS", {group: (name, wanted)})
+    found = [_Point(name, each, group) for each in targets]
+    monkeypatch.setattr(installation.metadata, "entry_points", lambda group: found)
+    variable, _ = installation.PLUGINS[group.partition(".")[0]]
+    monkeypatch.delenv(variable, raising=False)
     if plugins is not None:
-        monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", plugins)
+        monkeypatch.setenv(variable, plugins)
     check = only(installation.check_entry_points())
     assert check.status == ("ok" if expected == "ok" else "fail")
     assert expected == "ok" or expected in check.message
-    monkeypatch.setattr(seams, "installed", {"sglang": "0.5.17"}.get)
+    monkeypatch.setattr(seams, "installed", {}.get)  # neither SGLang nor verl
     assert list(installation.check_entry_points()) == []
-
-
-@pytest.mark.usefixtures("sglang_stub")
-def test_entry_point_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        installation, "ENTRY_POINTS", {"sglang.srt.plugins": ("fp8rl", "broken:register")}
-    )
-    point = _Point("fp8rl", "broken:register", "sglang.srt.plugins")
-    monkeypatch.setattr(installation.metadata, "entry_points", lambda group: [point])
-    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    check = only(installation.check_entry_points())
-    assert check.status == "fail"
-    assert "broken on purpose" in check.message
-
-
-def test_our_packages_are_ours() -> None:
-    assert [check.status for check in installation.check_shadowing()] == ["ok", "ok"]
 
 
 def test_a_foreign_package_of_our_name_fails(
@@ -193,6 +151,7 @@ def test_a_file_of_our_name_in_the_working_folder_warns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    assert [check.status for check in installation.check_shadowing()] == ["ok", "ok"]
     (tmp_path / "trainer_bridge.py").touch()
     assert [check.status for check in installation.check_shadowing()] == ["ok", "warn"]
 

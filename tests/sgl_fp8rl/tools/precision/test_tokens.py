@@ -18,6 +18,7 @@ here. The control, the distribution at temperature 2, is 0.2 away."""
 
 
 BOS = 99
+NO_TOKENS = ('{"prompt": "  "}', '{"prompt": "a", "response": " "}')
 
 
 def words(given: Any, /, *, begins: bool) -> list[int]:
@@ -62,23 +63,17 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         '{"prompt": "a", "response": []}',
         '{"prompt": "a", "response": ["a"]}',
         '{"prompt": "a", "response": [{"role": "assistant", "content": "a"}]}',
+        *NO_TOKENS,
     ],
 )
 def test_a_line_that_is_no_prompt(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl"):
+    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl") as no:
         tokens.read_texts(path, words)
+    assert line not in NO_TOKENS or "token" in str(no.value)
     path.write_text("\n")
     with pytest.raises(ValueError, match=r"prompts\.jsonl.*at least one"):
-        tokens.read_texts(path, words)
-
-
-@pytest.mark.parametrize("line", ['{"prompt": "  "}', '{"prompt": "a", "response": " "}'])
-def test_text_that_has_no_token_is_refused(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl.*token"):
         tokens.read_texts(path, words)
 
 
