@@ -1,6 +1,5 @@
 """Each block-FP8 product on a GPU: its error on odd batches, its time, and what a start makes."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS
 from sgl_fp8rl.formats.padding import Shard, fit
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.reference import fp8_linear
+from tests.gpu.conftest import Record
 
 SHAPES = [(2048, 1024), (2176, 384), (24576, 4096)]
 """N = 17 blocks is cut into unequal parts."""
@@ -44,7 +44,7 @@ def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_products_are_right_on_odd_batches(
-    name: str, shape: tuple[int, int], record_property: Callable[[str, object], None]
+    name: str, shape: tuple[int, int], record_property: Record
 ) -> None:
     """On normal activations and on such with outliers."""
     made = BenchInputs(*shape, "cuda", cuda_graph_us)
@@ -102,7 +102,7 @@ def test_padded_layers(
     kernel: str | None,
     biased: bool,
     fmt: WeightFormat,
-    record_property: Callable[[str, object], None],
+    record_property: Record,
 ) -> None:
     """By SGLang's own method, or ours where scales are powers of two, and by each kernel; eager,
     and in a graph."""
