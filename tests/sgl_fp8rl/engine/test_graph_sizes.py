@@ -49,30 +49,20 @@ def test_sizes_whose_gemms_are_slower_than_those_of_the_next_one_go(start: Start
     assert captured(start, SLOW_AT_320) == [m for m in SIZES if not 256 < m <= 320]
 
 
-@pytest.mark.parametrize(
-    ("fields", "table", "counts"),
-    [
-        ({"cuda_graph_bs_decode": SIZES}, SLOW_AT_320, {SHAPE: 1}),
-        ({"cuda_graph_config": {"decode": {"bs": SIZES}}}, SLOW_AT_320, {SHAPE: 1}),
-        ({}, SLOW_AT_320, {SHAPE: 1, (128, 128): 1}),
-        ({}, entries(m256=10, m320=15.5, m384=15, m512=20), {SHAPE: 1}),
-        ({}, entries(m64=20, m128=10, m512=20), {SHAPE: 1}),
-        ({}, entries(m256=10, m320=20), {SHAPE: 1}),
-        ({}, SHORTER_FOR_ONE, {SHAPE: 1, (128, 128): 9}),
-    ],
-    ids=[
-        "set by a flag",
-        "set in a dict",
-        "a shape unknown",
-        "noise",
-        "small",
-        "beyond the table",
-        "one shape ends earlier",
-    ],
-)
-def test_all_stay(
-    start: Start, fields: dict[str, Any], table: Table, counts: dict[Any, int]
-) -> None:
+ALL_STAY: dict[str, tuple[dict[str, Any], Table, dict[Any, int]]] = {
+    "set by a flag": ({"cuda_graph_bs_decode": SIZES}, SLOW_AT_320, {SHAPE: 1}),
+    "set in a dict": ({"cuda_graph_config": {"decode": {"bs": SIZES}}}, SLOW_AT_320, {SHAPE: 1}),
+    "a shape unknown": ({}, SLOW_AT_320, {SHAPE: 1, (128, 128): 1}),
+    "noise": ({}, entries(m256=10, m320=15.5, m384=15, m512=20), {SHAPE: 1}),
+    "small": ({}, entries(m64=20, m128=10, m512=20), {SHAPE: 1}),
+    "beyond the table": ({}, entries(m256=10, m320=20), {SHAPE: 1}),
+    "one shape ends earlier": ({}, SHORTER_FOR_ONE, {SHAPE: 1, (128, 128): 9}),
+}
+
+
+@pytest.mark.parametrize("why", ALL_STAY)
+def test_all_stay(start: Start, why: str) -> None:
+    fields, table, counts = ALL_STAY[why]
     assert captured(start, table, counts, **fields) == SIZES
 
 

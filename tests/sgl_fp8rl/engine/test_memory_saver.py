@@ -60,16 +60,12 @@ def updater(weights: EngineWeights) -> Updater:
     return Updater(weights.model)
 
 
-def request(*tags: str) -> Any:
-    return SimpleNamespace(tags=list(tags))
-
-
 def release(updater: Updater, *tags: str) -> Any:
-    return memory_release.release(Updater.release, updater, request(*tags))
+    return memory_release.release(Updater.release, updater, of(None, *tags))
 
 
 def resume(updater: Updater, *tags: str) -> Any:
-    return memory_release.resume(Updater.resume, updater, request(*tags))
+    return memory_release.resume(Updater.resume, updater, of(None, *tags))
 
 
 def test_released_weights_are_quarantined_until_an_update(
@@ -144,11 +140,7 @@ def test_nothing_generates_on_released_memory(
 
 
 def step(updater: Updater, *asked: Any) -> list[Any]:
-    """The answers of one step of the scheduler's loop, ``None`` for what waits.
-
-    Args:
-        asked: requests, whose ``kind`` is ``Updater.release`` or ``Updater.resume``.
-    """
+    """The answers of one step of the scheduler's loop, ``None`` for what waits."""
     hooks = {Updater.release: memory_release.release, Updater.resume: memory_release.resume}
 
     def process(_: Any, due: list[Any]) -> list[Any]:
@@ -158,41 +150,31 @@ def step(updater: Updater, *asked: Any) -> list[Any]:
 
 
 def of(kind: Any, *tags: str) -> Any:
+    """A request for ``Updater.release`` or ``Updater.resume``."""
     return SimpleNamespace(kind=kind, tags=list(tags))
 
 
 def test_a_release_waits_until_nothing_runs(
     weights: EngineWeights, updater: Updater, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And a resume that comes after it, for the release."""
     monkeypatch.setattr(guards, "scheduler_weights", lambda scheduler: weights)
     updater.idle = False
     assert step(updater, of(Updater.release, "weights")) == [None]
-    assert step(updater) == [None]
-    assert weights.state is State.SERVING
+    assert step(updater, of(Updater.resume, "weights")) == [None, None]
+    assert weights.state is State.SERVING and not updater.offload_tags
     updater.idle = True
-    assert step(updater) == ["released"]
-    assert weights.state is State.QUARANTINED
+    assert step(updater) == ["released", "resumed"]
+    assert weights.state is State.QUARANTINED and not updater.offload_tags
     assert step(updater) == []
 
 
-def test_a_resume_comes_after_a_release_that_waits(
-    weights: EngineWeights, updater: Updater, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guards, "scheduler_weights", lambda scheduler: weights)
-    updater.idle = False
-    step(updater, of(Updater.release, "kv_cache"))
-    assert step(updater, of(Updater.resume, "kv_cache")) == [None, None]
-    updater.idle = True
-    assert step(updater) == ["released", "resumed"]
-    assert not updater.offload_tags
-
-
 def test_what_fails_in_an_idle_engine_is_an_error(updater: Updater) -> None:
-    def fail(updater: Any, request: Any) -> None:
+    def fail(*_: Any) -> None:
         raise AssertionError("something else")
 
     with pytest.raises(AssertionError, match="something else"):
-        memory_release.release(fail, updater, request("weights"))
+        memory_release.release(fail, updater, of(None, "weights"))
 
 
 @pytest.mark.parametrize(("tag", "state"), [("weights", "quarantined"), ("kv_cache", "serving")])
@@ -208,7 +190,7 @@ def test_a_resume_that_fails_serves_nothing(
 
     release(updater, tag)
     with pytest.raises(RuntimeError, match="out of memory"):
-        memory_release.resume(fail, updater, request(tag))
+        memory_release.resume(fail, updater, of(None, tag))
     assert weights.state.value == state
     assert weights.released_tags == {tag}
     assert not weights.may_generate

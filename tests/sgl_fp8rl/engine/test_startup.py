@@ -30,7 +30,6 @@ from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Capability, Start
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0"})
 BIG, SMALL = (512, 256), (256, 128)
 STOCK_SIZES = [*range(1, 16385)]
-FAST = [Entry(64, "flashinfer_sm90", {}, 9.0, 12.0)]
 SPLIT = [Entry(64, "deep_gemm_split_n", {"splits": 2}, 8.0, 12.0)]
 
 
@@ -57,9 +56,8 @@ class Rank:
         initialize(self.server_args) if takes_record else initialize()
         self.found: list[Any] = []
         self.broadcast: list[Any] = []
-        self.group = SimpleNamespace(
-            rank_in_group=rank, world_size=world_size, ranks=[0, 1], cpu_group="gloo"
-        )
+        size = {"world_size": world_size, "ranks": [0, 1]}
+        self.group = SimpleNamespace(rank_in_group=rank, cpu_group="gloo", **size)
         self.layers = [self._layer(*shape) for shape in (BIG, SMALL, BIG)]
         self.runner = SimpleNamespace(
             server_args=self.server_args,
@@ -105,24 +103,26 @@ class Rank:
         return [m.choices and m.choices.bounds for m in methods]
 
 
+@pytest.mark.parametrize(("number", "world_size"), [(0, 1), (0, 2), (1, 2)])
 def test_each_layer_gets_the_choices_of_its_shape(
+    number: int, world_size: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the table that the first rank found; and SGLang's pass runs our sizes."""
+    rank = Rank(start, monkeypatch, number, world_size)
+    rank.sizes = [16, 32, 64]
+    assert rank.start() == [(64,), (), (64,)]
+    found = ([SMALL, BIG], "NVIDIA H200", 132, "the user's folder", True)
+    assert rank.found == [found] * (number == 0)
+    assert rank.broadcast == [[None if number else {BIG: SPLIT}]] * (world_size > 1)
+    assert rank.compiled == [rank.layers[2], rank.layers[1]]  # one of each shape
+    assert rank.sizes == compat.deep_gemm_warmup._BUILTIN_M_LIST
+
+
+def test_sglangs_pass_runs_its_own_sizes_where_there_are_none_of_ours(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = Rank(start, monkeypatch)
-    assert rank.start() == [(64,), (), (64,)]
-    assert rank.found == [([SMALL, BIG], "NVIDIA H200", 132, "the user's folder", True)]
-    assert rank.broadcast == []
-    assert rank.compiled == [rank.layers[2], rank.layers[1]]  # one of each shape
-
-
-@pytest.mark.parametrize("sizes", [[16, 32, 64], None])
-def test_sglangs_pass_runs_our_sizes_where_there_are_any(
-    start: Start, monkeypatch: pytest.MonkeyPatch, sizes: list[int] | None
-) -> None:
-    rank = Rank(start, monkeypatch)
-    rank.sizes = sizes
-    rank.start()
-    assert (sizes or STOCK_SIZES) == compat.deep_gemm_warmup._BUILTIN_M_LIST
+    Rank(start, monkeypatch).start()
+    assert compat.deep_gemm_warmup._BUILTIN_M_LIST == STOCK_SIZES
 
 
 def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,26 +142,11 @@ def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> 
     bounds = {8: "triton", 64: STOCK, 192: "deep_gemm_split_n", 300: "triton"}
     choices = Choices.of([Entry(m, name, {}, 1.0, 2.0) for m, name in bounds.items()])
     weight, scales = quantize_weight(torch.ones(*BIG))
-    startup.compile_choices(
-        SimpleNamespace(
-            weight=weight, weight_scale_inv=scales, quant_method=SimpleNamespace(choices=choices)
-        )
-    )
-    parts, triton = (
-        [("deep_gemm_split_n", m) for m in (128, 192)],
-        [("triton", m) for m in (256, 300)],
-    )
-    assert ran == [("triton", 8), *parts, *triton]
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_ranks_take_the_table_of_the_first(
-    start: Start, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    rank = Rank(start, monkeypatch, number, world_size=2)
-    assert rank.start() == [(64,), (), (64,)]
-    assert len(rank.found) == 1 - number
-    assert rank.broadcast == [[{BIG: SPLIT}] if number == 0 else [None]]
+    method = SimpleNamespace(choices=choices)
+    layer = SimpleNamespace(weight=weight, weight_scale_inv=scales, quant_method=method)
+    startup.compile_choices(layer)
+    parts = [("deep_gemm_split_n", m) for m in (128, 192)]
+    assert ran == [("triton", 8), *parts, ("triton", 256), ("triton", 300)]
 
 
 def test_batches_that_are_faster_padded_have_no_graph(
@@ -169,23 +154,19 @@ def test_batches_that_are_faster_padded_have_no_graph(
 ) -> None:
     rank = Rank(start, monkeypatch, cuda_graph_max_bs_decode=512)
     slow_at_256 = [Entry(m, STOCK, {}, us, us) for m, us in ((256, 9.0), (512, 8.0))]
-    monkeypatch.setattr(
-        quick_tune, "find", lambda *_, **__: dict.fromkeys((BIG, SMALL), slow_at_256)
-    )
-    before = compat.get_exec().graph.cuda_graph_config.decode.bs
+    table = dict.fromkeys((BIG, SMALL), slow_at_256)
+    monkeypatch.setattr(quick_tune, "find", lambda *_, **__: table)
+    graphs = compat.get_exec().graph.cuda_graph_config.decode
+    kept = [size for size in graphs.bs if size <= 128 or size > 256]
     rank.start()
-    assert compat.get_exec().graph.cuda_graph_config.decode.bs == [
-        size for size in before if size <= 128 or size > 256
-    ]
+    assert compat.get_exec().graph.cuda_graph_config.decode.bs == kept
 
 
 def test_engines_without_cuda_graphs_do_not_measure(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backends = dict.fromkeys(
-        ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"), "disabled"
-    )
-    rank = Rank(start, monkeypatch, **backends)
+    off = {f"cuda_graph_backend_{phase}": "disabled" for phase in ("decode", "prefill")}
+    rank = Rank(start, monkeypatch, **off)
     rank.start()
     assert rank.found[0][-1] is False
 
@@ -193,11 +174,7 @@ def test_engines_without_cuda_graphs_do_not_measure(
 @pytest.mark.parametrize(
     ("on", "fields", "word"),
     [
-        (
-            HOPPER,
-            {"fp8_gemm_runner_backend": "flashinfer_deepgemm"},
-            "--fp8-gemm-backend flashinfer_deepgemm",
-        ),
+        (HOPPER, {"fp8_gemm_runner_backend": "flashinfer_deepgemm"}, "--fp8-gemm-backend flash"),
         (BLACKWELL, {}, "Hopper"),
         (ADA, {}, "Hopper"),
         (HOPPER, {"dtype": "float16"}, "float16"),
@@ -206,11 +183,7 @@ def test_engines_without_cuda_graphs_do_not_measure(
     ],
 )
 def test_sglangs_own_kernels_stay(
-    on: Capability,
-    fields: dict[str, Any],
-    word: str,
-    start: Start,
-    monkeypatch: pytest.MonkeyPatch,
+    on: Capability, fields: Any, word: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = Rank(start, monkeypatch, on=on, **fields)
     assert rank.start() == [None] * 3
