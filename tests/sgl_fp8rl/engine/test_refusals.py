@@ -1,6 +1,8 @@
 """What SGLang's own requests may do to an fp8rl engine, and who may send control messages."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,19 +69,28 @@ def test_a_check_of_weights_only_reads(action: str) -> None:
     if action in ("snapshot", "compare", "checksum"):
         assert answer is DONE
     else:
-        assert not answer.success
-        assert "trainer_bridge.update" in answer.message
+        assert not answer.success and "trainer_bridge.update" in answer.message
 
 
 def test_no_storage_is_attached_to_the_kv_cache() -> None:
     request = AttachHiCacheStorageReqInput(hicache_storage_backend="file")
     assert guards.refuse_kv_storage(original, engine("fp8"), request) is DONE
     answer = guards.refuse_kv_storage(original, engine(), request)
-    assert not answer.success
-    assert "HiCache" in answer.message
+    assert not answer.success and "HiCache" in answer.message
 
 
 # ---- who may send control messages
+
+
+class Control:
+    """Answers the one message that is sent here."""
+
+    def __init__(self, options: Fp8RLServerArgs) -> None:
+        self.options = options
+
+    async def handle(self, message: Any, is_gone: IsGone) -> dict[str, Any]:
+        assert message == {"op": "layout"}
+        return {"version": 3}
 
 
 def status(
@@ -88,26 +99,17 @@ def status(
     admin_api_key: str | None = None,
     host: str = "127.0.0.1",
     headers: dict[str, str] | None = None,
-    **options: str,
+    **options: Any,
 ) -> int:
     """HTTP status of a control message to a server with these keys."""
-    given_options = Fp8RLServerArgs(**options)  # type: ignore[arg-type]
-
-    class Control:
-        options = given_options
-
-        async def handle(self, message: Any, is_gone: IsGone) -> dict[str, Any]:
-            assert message == {"op": "layout"}
-            return {"version": 3}
-
-    app = FastAPI()
-    app.add_api_route(control_route.PATH, control_route._handler(Control()), methods=["POST"])  # type: ignore[arg-type]
+    app, control = FastAPI(), Control(Fp8RLServerArgs(**options))
+    app.add_api_route(control_route.PATH, control_route._handler(control), methods=["POST"])  # type: ignore[arg-type]
     if api_key or admin_api_key:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_api_key)
     header = {} if given is None else {"Authorization": f"Bearer {given}"}
-    header |= headers or {}
     client = TestClient(app, client=(host, 50000))
-    reply = client.post(control_route.PATH, content=json.dumps({"op": "layout"}), headers=header)
+    message = json.dumps({"op": "layout"})
+    reply = client.post(control_route.PATH, content=message, headers=header | (headers or {}))
     assert (reply.status_code == 200) == (reply.json() == {"version": 3})
     return reply.status_code
 
@@ -142,3 +144,20 @@ def test_a_page_in_a_browser_of_this_host_is_refused(kind: str) -> None:
     assert status(None, headers={"Content-Type": kind}) == 200
     assert status(None, headers={"Content-Type": kind, "Origin": "http://a.page"}) == 403
     assert status(None, headers={"Content-Type": kind, "Origin": "null"}) == 403
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_guarded_route_is_on_the_page() -> None:
+    """docs/security.md names every route of SGLang that an administrator's key guards."""
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import AuthLevel
+
+    page = Path(__file__).parents[3] / "docs" / "security.md"
+    guarded = {
+        route.path  # type: ignore[attr-defined]
+        for route in app.routes
+        if getattr(getattr(route, "endpoint", None), "_auth_level", None) in list(AuthLevel)
+    }
+    assert len(guarded) > 20
+    named = set(re.findall(r"`(?:PUT )?(/[^` ]+)`", page.read_text()))
+    assert not guarded - named - {"/fp8rl"}

@@ -74,40 +74,34 @@ def on_a_gpu(layer: Experts) -> Experts:
 def test_layers_get_the_tiles_that_the_first_rank_found(
     number: int, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer those of its shape; others keep SGLang's."""
+    """Each layer those of its shape; others keep SGLang's, and other engines read nothing."""
     rank = Rank(monkeypatch, number, world_size)
+    for other in ([], [Experts()], [on_a_gpu(Experts(activation="gelu"))]):  # the second: a CPU
+        startup_experts.assign_tile_configs(nn.ModuleList(other), 3)
+        assert rank.found == [] and all(layer.quant_method.tiles is None for layer in other)
     layers = [on_a_gpu(x) for x in (Experts(), Experts(top_k=4), Experts(activation="gelu"))]
     model = nn.ModuleList([nn.Linear(1, 1), *layers])
     weights: Any = SimpleNamespace(options=Fp8RLServerArgs(tune_cache="the user's folder"))
     attach(model, weights)
     startup_experts.assign_tile_configs(model, 3)
     assert [layer.quant_method.tiles for layer in layers] == [TILES, None, None]
-    other = SHAPE._replace(top_k=4)
-    found = ([SHAPE, other], "NVIDIA H200", 132, "the user's folder")
+    found = ([SHAPE, SHAPE._replace(top_k=4)], "NVIDIA H200", 132, "the user's folder")
     assert rank.found == ([found] if number == 0 else [])
-
-
-def test_nothing_is_read_for_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch)
-    for layers in ([], [Experts()], [on_a_gpu(Experts(activation="gelu"))]):  # the second: a CPU
-        startup_experts.assign_tile_configs(nn.ModuleList(layers), 3)
-        assert rank.found == []
-        assert [layer.quant_method.tiles for layer in layers] == [None] * len(layers)
 
 
 def test_experts_leave_the_input_that_shared_experts_read() -> None:
     """DeepSeek's run them on another stream; its engine on a CPU has none, and other models have no
     shared experts beside."""
-    blocks = [
-        SimpleNamespace(shared_experts=nn.Linear(1, 1), alt_stream=object()),
-        SimpleNamespace(shared_experts=nn.Linear(1, 1), alt_stream=None),
-        SimpleNamespace(alt_stream=object()),
-    ]
-    model = nn.Module()
-    for index, fields in enumerate(blocks):
+    model, other = nn.Module(), nn.Linear(1, 1)
+    for index, fields in enumerate(
+        (
+            {"shared_experts": other, "alt_stream": object()},
+            {"shared_experts": other, "alt_stream": None},
+            {"alt_stream": object()},
+        )
+    ):
         block: Any = nn.Module()
-        block.experts = Experts()
-        for name, value in vars(fields).items():
+        for name, value in {"experts": Experts(), **fields}.items():
             setattr(block, name, value)
         model.add_module(str(index), block)
     startup_experts.keep_inputs(model)
