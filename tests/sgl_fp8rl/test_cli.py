@@ -22,21 +22,14 @@ from tests.engine.models import make_checkpoint
 from tests.sgl_fp8rl.kv.test_kv_report import PNG_SIGNATURE, a_reply
 
 LAYERS: list[dict[str, Any]] = [
-    {
-        "name": name,
-        "format": format_,
-        "reason": reason,
-        "shape": shape,
-        "top_k": top_k,
-        "unpadded": [320, 256] if name.endswith("o_proj") else None,
-        "padding_bytes": 64 * 256 if name.endswith("o_proj") else 0,
-    }
-    for name, format_, reason, shape, top_k in (
-        ("model.embed_tokens", "bf16", "embedding", [512, 256], None),
-        ("model.layers.0.self_attn.o_proj", "block-fp8", None, [384, 256], None),
-        ("model.layers.0.mlp.down_proj", "block-fp8", None, [256, 384], None),
-        ("model.layers.0.mlp.experts", "block-fp8", None, [4, 256, 256], 3),
-        ("lm_head", "bf16", "output head", [512, 256], None),
+    {"name": name, "format": format_, "reason": reason, "shape": shape, "top_k": top_k}
+    | {"unpadded": unpadded, "padding_bytes": 64 * 256 if unpadded else 0}
+    for name, format_, reason, shape, top_k, unpadded in (
+        ("model.embed_tokens", "bf16", "embedding", [512, 256], None, None),
+        ("model.layers.0.self_attn.o_proj", "block-fp8", None, [384, 256], None, [320, 256]),
+        ("model.layers.0.mlp.down_proj", "block-fp8", None, [256, 384], None, None),
+        ("model.layers.0.mlp.experts", "block-fp8", None, [4, 256, 256], 3, None),
+        ("lm_head", "bf16", "output head", [512, 256], None, None),
     )
 ]
 
@@ -70,15 +63,19 @@ def test_layers_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out) == {"layers": LAYERS}
 
 
-def test_a_path_without_a_model_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_listed_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(model: str, tp_size: int) -> Any:
         raise OSError("Repo id must be in the form ...")
 
-    monkeypatch.setattr("sgl_fp8rl.tools.layers.dummy_engine", start)
-    with pytest.raises(SystemExit, match="sgl-fp8rl layers /absent: Repo id"):
-        cli.main(["layers", "/absent"])
-    with pytest.raises(SystemExit, match="sgl-fp8rl tune /absent: Repo id"):
-        read_layers("/absent", 1, "tune")
+    with monkeypatch.context() as patch:
+        patch.setattr("sgl_fp8rl.tools.layers.dummy_engine", start)
+        with pytest.raises(SystemExit, match="sgl-fp8rl layers /absent: Repo id"):
+            cli.main(["layers", "/absent"])
+        with pytest.raises(SystemExit, match="sgl-fp8rl tune /absent: Repo id"):
+            read_layers("/absent", 1, "tune")
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    with pytest.raises(SystemExit, match="SGLang"):
+        cli.main(["layers", "some/model"])
 
 
 def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,12 +84,6 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_.value.code == 2
     said = capsys.readouterr().err
     assert all(name in said for name in ("doctor", "layers", "tune", "kv-report"))
-
-
-def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(SystemExit, match="SGLang"):
-        cli.main(["layers", "some/model"])
 
 
 def test_tune_takes_the_fp8_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -123,12 +114,10 @@ def test_tune_takes_the_fp8_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         cli.main(["tune", "some/model"])
 
 
-def test_tune_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="Hopper"):
-        cli.main(["tune", "some/model"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+@pytest.mark.parametrize("capability", [None, (10, 0)])
+def test_tune_needs_hopper(monkeypatch: pytest.MonkeyPatch, capability: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with pytest.raises(SystemExit, match="Hopper"):
         cli.main(["tune", "some/model"])
 
@@ -165,7 +154,10 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_kv_report_of_an_engine(
-    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    address: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saved = tmp_path / "kv.json"
     assert cli.main(["kv-report", address, "--json", str(saved)]) == 0
@@ -174,9 +166,6 @@ def test_kv_report_of_an_engine(
     assert json.loads(saved.read_text()).items() >= a_reply().items()
     assert cli.main(["kv-report", str(saved)]) == 0
     assert capsys.readouterr().out == table
-
-
-def test_kv_report_without_the_key(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FP8RL_KEY")
     with pytest.raises(SystemExit, match=r"FP8RL_KEY|key is missing"):
         cli.main(["kv-report", address])
@@ -243,10 +232,7 @@ def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     down = layers["model.layers.1.mlp.down_proj"]
     assert (down["format"], down["reason"], down["shape"]) == ("block-fp8", None, [256, 512])
     output = layers["model.layers.1.self_attn.o_proj"]
-    assert (output["format"], output["shape"], output["unpadded"]) == (
-        "block-fp8",
-        [256, 256],
-        [256, 192],
-    )
+    assert (output["format"], output["shape"]) == ("block-fp8", [256, 256])
+    assert output["unpadded"] == [256, 192]
     assert layers["lm_head"]["format"] == "bf16"
     assert len(layers) == 2 * 4 + 2
