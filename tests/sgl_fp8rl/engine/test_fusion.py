@@ -119,9 +119,6 @@ def assert_found(linear: Linear, power_of_two: bool = False) -> None:
         assert torch.equal(mine.float(), other.float()) and mine.stride() == other.stride()
 
 
-# ---- what is fused
-
-
 @torch.no_grad()
 def test_codes_lie_where_a_padded_layer_has_its_columns() -> None:
     layer, hidden, inter = nn.Module(), 200, 300
@@ -238,9 +235,6 @@ def test_on_this_cpu_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fusion.fuse(model(layer)) == 0
 
 
-# ---- what goes to the original at the call
-
-
 @pytest.mark.parametrize(
     "case",
     ["fp32", "residual", "3-d", "strided", "inference", "batch-invariant", "post", "no tokens"],
@@ -302,9 +296,6 @@ def test_a_compiled_model_runs_the_original() -> None:
     assert attached(op(rows(2, HIDDEN))) is not None
 
 
-# ---- what our linear takes
-
-
 @torch.no_grad()
 def test_the_linear_takes_what_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_called(*args: Any, **kwargs: Any) -> Any:
@@ -317,9 +308,6 @@ def test_the_linear_takes_what_is_attached(monkeypatch: pytest.MonkeyPatch) -> N
     assert dispatch.quantized(x, x.view(-1, HIDDEN)) is attached(x)
     with pytest.raises(AssertionError, match="quantized again"):
         dispatch.quantized(x.clone(), x.view(-1, HIDDEN))
-
-
-# ---- codes of what a tensor was are not used
 
 
 @torch.no_grad()

@@ -40,9 +40,6 @@ def never(*args: Any) -> str:
     raise AssertionError("the original was called")
 
 
-# -- modules
-
-
 def test_modules_that_fit_are_marked_and_their_class_is_hooked() -> None:
     model = nn.ModuleList([made()[0], nn.Linear(2, 2), made(normed=False)[0]])
     assert kv_decode.mark(model) == {"sglang.srt.models.qwen3.Qwen3Attention.forward"}
@@ -117,9 +114,6 @@ def test_deterministic_engines_keep_their_kernels(publish: Publish, name: str, v
     assert not kv_decode.is_fusable(module)
 
 
-# -- steps
-
-
 STEPS: dict[str, Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]]] = {
     "module not marked": lambda m, p, h, b: (MellumAttention(made()[1]), p, h, b),
     "prefill": lambda m, p, h, b: (m, p, h, SimpleNamespace(forward_mode=ForwardMode.EXTEND)),
@@ -188,9 +182,6 @@ def test_a_decode_step_does_what_the_oracle_does(
     assert kwargs == {"save_kv_cache": False, "fp8rl_q_is_ready": True}
     got.q = args[0]
     assert_equal(got.left(), exact((T, N, H, D), normed=normed).want())
-
-
-# -- SGLang
 
 
 @pytest.mark.parametrize("target", compat.DECODED_ATTENTION)

@@ -306,23 +306,6 @@ def test_who_else_is_left_alone(monkeypatch: pytest.MonkeyPatch, publish: Publis
         assert left()
 
 
-def test_a_hooked_class_samples_through_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the hook registry puts it: on the class, under ``nn.Module``'s call."""
-    original = stock.Sampler.forward
-
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return sampler.fast_sample(original, *args, **kwargs)
-
-    theirs = Step(batch(), logits(), ours=False)
-    monkeypatch.setattr(stock.Sampler, "forward", hooked)
-    monkeypatch.setattr(torch, "multinomial", None)
-    output = LogitsProcessorOutput(next_token_logits=logits())
-    torch.manual_seed(11)
-    tokens = stock.Sampler()(output, batch(), True, [0] * ROWS, [None] * ROWS, torch.arange(ROWS))
-    assert torch.equal(tokens, theirs.tokens)
-    assert torch.equal(output.next_token_logprobs, theirs.logprobs)
-
-
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     """Chi-square of the reference, which the kernels are held to."""
     draws, vocab = 20_000, 12
