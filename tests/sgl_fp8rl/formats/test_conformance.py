@@ -249,9 +249,6 @@ def test_a_dtype_of_another_format_is_refused() -> None:
             by_dtype(order)
 
 
-# -- where a checkpoint is read
-
-
 @sent_format
 def test_headers_tell_dtype_and_shape(fmt: WeightFormat, tmp_path: Path) -> None:
     encoded = {f"w{suffix}": t for suffix, t in fmt.encode(weight(64, 64)).items()}

@@ -28,9 +28,6 @@ def codes_of(values: list[float], scale: float = 1.0, dtype: torch.dtype = BF16)
     return [int(code) for code in codes.view(torch.uint8).flatten()]
 
 
-# ---- codes
-
-
 BY_HAND = [
     *((0.0, 0x00), (-0.0, 0x80), (1.0, 0x38), (-1.0, 0xB8), (1e-40, 0x00), (-1e-40, 0x80)),
     *((2.0**-9, 0x01), (7 * 2.0**-9, 0x07)),  # the least denormal and the largest
@@ -47,12 +44,6 @@ def test_codes_that_were_worked_out_by_hand() -> None:
         assert codes_of([value] * 33) == [code] * 33, f"{value}, vectorized"
 
 
-def test_the_value_of_each_code_has_that_code() -> None:
-    values = [float(value) for value in oracle.E4M3]
-    want = [0x7F if math.isnan(value) else code for code, value in enumerate(values)]
-    assert codes_of(values) == codes_of(values, dtype=FP16) == want
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("scale", SCALES)
 def test_codes_of_every_value_exhaustive(dtype: torch.dtype, scale: float) -> None:
@@ -62,15 +53,9 @@ def test_codes_of_every_value_exhaustive(dtype: torch.dtype, scale: float) -> No
     np.testing.assert_array_equal(codes.numpy(), want)
 
 
-# ---- the store
-
-
 @given(any_bits())
 def test_any_bits_at_any_slots(made: Case) -> None:
     made.on("cpu").run(store_kv, read_back=True).check(made.want())
-
-
-# ---- statistics
 
 
 def test_statistics_that_were_counted_by_hand() -> None:
@@ -88,9 +73,6 @@ def test_statistics_that_were_counted_by_hand() -> None:
     assert got.stats.tolist() == [16, 28, 30, bits_of(500.0), bits_of(3.5)]
     top = torch.tensor(got.stats.tolist()[4], dtype=torch.int32).view(torch.float32)
     assert float(top) == 3.5  # as a reader decodes it
-
-
-# ---- controls
 
 
 def unsaturated(got: Got) -> None:
@@ -175,9 +157,6 @@ def test_control_a_wrong_store_is_seen(name: str) -> None:
     SPOILS[name](got)
     with pytest.raises(AssertionError):
         got.check(want)
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize(
