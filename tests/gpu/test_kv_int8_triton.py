@@ -97,9 +97,6 @@ def test_queries(device: str, dim: int, dtype: torch.dtype) -> None:
     assert torch.equal(mine.nan_to_num(), other.nan_to_num())
 
 
-# ---- controls
-
-
 def test_outputs_are_cast_as_torch_does(device: str) -> None:
     every = torch.arange(65536).to(torch.uint16).view(FP16)[:65535]
     mine, wanted = kv_int8_triton.to_bf16(every.to(device)).cpu(), every.to(BF16)

@@ -117,9 +117,6 @@ def test_any_store(device: str, made: Case) -> None:
     assert_twin(made, device)
 
 
-# ---- controls
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's own cast saturates")
 def test_control_the_clamp_is_what_saturates(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     convert = interpreter._convert_float
@@ -137,9 +134,6 @@ def test_control_the_clamp_is_what_saturates(device: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(kv_triton, "saturate", lambda quotient: quotient)
     with pytest.raises(AssertionError, match="codes of K differ"):
         made.on(device).run(kv_triton.store_kv).check(made.want())
-
-
-# ---- what is refused: as the reference, before anything is written
 
 
 def test_what_does_not_fit_is_a_sentence(device: str) -> None:
