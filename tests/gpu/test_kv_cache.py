@@ -101,9 +101,6 @@ def assert_in_force(server: Server, scales: torch.Tensor) -> None:
     assert torch.equal(torch.tensor(told["scales"]), kept(scales))
 
 
-# ---- scales alone --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class World:
     """A server with policy 0, and what it answers under two sets of scales."""
@@ -157,9 +154,6 @@ def test_decode_follows_an_update_of_scales(world: World) -> None:
 
 def test_every_batch_ran_in_a_cuda_graph(world: World) -> None:
     assert {(size, True) for size in world.sizes} <= decoded_sizes(world.server.log)
-
-
-# ---- decode beside prefill -----------------------------------------------------------------------
 
 
 Rows = list[list[float]]
@@ -258,9 +252,6 @@ def test_decode_is_as_near_to_prefill_as_its_kernel_allows(
     assert control > FACTOR * bf16, found
 
 
-# ---- twenty steps of a colocated loop ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kv", [KV8, INT8], ids=["e4m3", "int8"])
 def test_steps_with_the_memory_saver(tmp_path: Path, kv: dict[str, str]) -> None:
     """Weights and scales change at each step, and all memory is released and resumed before."""
@@ -299,9 +290,6 @@ def test_steps_with_the_memory_saver(tmp_path: Path, kv: dict[str, str]) -> None
             else EngineProcess(tmp_path / "fresh.log", checkpoints[1], **(CHOSEN | kv))
         ) as fresh:
             assert Answers.of(fresh, SIZES).logprobs == seen[-1].logprobs
-
-
-# ---- capacity ------------------------------------------------------------------------------------
 
 
 @pytest.mark.alone

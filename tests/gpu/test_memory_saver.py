@@ -140,9 +140,6 @@ def assert_serves(world: World, policy: int) -> None:
     assert answers.versions == {version_of(world.server)}
 
 
-# ---- every order ---------------------------------------------------------------------------------
-
-
 @pytest.mark.guarantee("released", fault="every order of release, resume and update")
 @pytest.mark.parametrize("released", ORDERS, ids=IDS)
 def test_every_order(world: World, server: Server, released: list[tuple[str, ...]]) -> None:
@@ -208,9 +205,6 @@ def test_routes_survive(world: World, server: Server) -> None:
     assert_quarantined(server, QUARANTINED)
     update(server, world.trainer.tensors)
     assert_serves(world, 0)
-
-
-# ---- cycles of a colocated loop ------------------------------------------------------------------
 
 
 def test_cycles(world: World, server: Server, record_property: Record) -> None:
