@@ -111,28 +111,18 @@ class Case:
         v = row[:, k_end:].unflatten(1, (H, v_dim + self.gap))[..., :v_dim]
         k.copy_(self.k_THD)
         v.copy_(self.v_THD)
-        slots = SLOTS + T
-        return Got(
-            k,
-            v,
-            self.slots_T.to(device),
-            Cache((slots, H, D), self.gap, device),
-            Cache((slots, H, v_dim), self.gap, device),
-            self.k_scale_H.to(device),
-            self.v_scale_H.to(device),
-            torch.tensor(self.before, device=device),
-        )
+        caches = [Cache((SLOTS + T, H, dim), self.gap, device) for dim in (D, v_dim)]
+        scales = self.k_scale_H.to(device), self.v_scale_H.to(device)
+        stats = torch.tensor(self.before, device=device)
+        return Got(k, v, self.slots_T.to(device), caches[0], caches[1], *scales, stats)
 
     def want(self) -> tuple[Codes, Codes, list[int]]:
         """Both caches and the statistics, by the oracle."""
         caches, stats = [], list(self.before)
-        for side, (x, scale) in enumerate(
-            ((self.k_THD, self.k_scale_H), (self.v_THD, self.v_scale_H))
-        ):
-            cache = np.zeros((SLOTS + x.shape[0], *x.shape[1:]), np.uint8)
-            tokens, clipped, top = store(
-                x.float().numpy(), self.slots_T.tolist(), cache, scale.tolist()
-            )
+        sides = (self.k_THD, self.k_scale_H), (self.v_THD, self.v_scale_H)
+        for side, (x, scale) in enumerate(sides):
+            cache, slots = np.zeros((SLOTS + len(x), *x.shape[1:]), np.uint8), self.slots_T.tolist()
+            tokens, clipped, top = store(x.float().numpy(), slots, cache, scale.tolist())
             caches.append(cache)
             stats[1 + side] += clipped
             stats[3 + side] = max(stats[3 + side], top)
@@ -156,17 +146,9 @@ class Got:
 
     def run(self, store_kv: Store, *, read_back: bool = False) -> "Got":
         """Call it; returns self."""
-        self.back = store_kv(
-            self.k,
-            self.v,
-            self.slots,
-            self.k_cache.box,
-            self.v_cache.box,
-            self.k_scale,
-            self.v_scale,
-            self.stats,
-            read_back=read_back,
-        )
+        caches, scales = (self.k_cache.box, self.v_cache.box), (self.k_scale, self.v_scale)
+        given = self.k, self.v, self.slots, *caches, *scales, self.stats
+        self.back = store_kv(*given, read_back=read_back)
         return self
 
     def check(self, want: tuple[Codes, Codes, list[int]]) -> None:

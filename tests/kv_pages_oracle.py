@@ -81,11 +81,8 @@ def want(made: Case, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """What a copy must leave, rounded once to ``dtype``: the case's if None."""
     codes, sides = made.codes, []
     for side, x_SHD in enumerate((codes.k_SHD, codes.v_SHD)):
-        out = torch.full(
-            (len(made.pages_P) * made.size + SPARE, *x_SHD.shape[1:]),
-            UNTOUCHED,
-            dtype=torch.float64,
-        )
+        tokens = len(made.pages_P) * made.size + SPARE
+        out = torch.full((tokens, *x_SHD.shape[1:]), UNTOUCHED, dtype=torch.float64)
         for p, page in enumerate(made.pages_P.tolist()):
             for t in range(made.size):
                 for h in range(x_SHD.shape[1]):

@@ -61,10 +61,7 @@ def _tiles(shape: tuple[int, ...], rows: int) -> list[tuple[tuple[Any, ...], tup
     """(slice of the elements, index of the scale) of each ``rows`` x 128 tile."""
     *lead, N, K = shape
     return [
-        (
-            (*e, slice(i * rows, (i + 1) * rows), slice(j * BLOCK, (j + 1) * BLOCK)),
-            (*e, i, j),
-        )
+        ((*e, slice(i * rows, (i + 1) * rows), slice(j * BLOCK, (j + 1) * BLOCK)), (*e, i, j))
         for e in np.ndindex(*lead)
         for i in range(-(-N // rows))
         for j in range(-(-K // BLOCK))

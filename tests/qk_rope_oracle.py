@@ -148,13 +148,9 @@ class Case:
             return out[:, :N], *left.codes, left.stats, words
         stats, caches = [5, 1, 2, 0, 0], []
         for side, first in enumerate((N, N + H)):
-            codes = np.zeros((T + SLOTS, H, D), np.uint8)
-            counted, clipped, top = kv_oracle.store(
-                out[:, first : first + H].astype(np.float32),
-                self.slots_T.tolist(),
-                codes,
-                self.scale_2H[side].tolist(),
-            )
+            codes, x_THD = np.zeros((T + SLOTS, H, D), np.uint8), out[:, first : first + H]
+            given = x_THD.astype(np.float32), self.slots_T.tolist(), codes
+            counted, clipped, top = kv_oracle.store(*given, self.scale_2H[side].tolist())
             caches.append(codes)
             stats[1 + side] += clipped
             stats[3 + side] = top
@@ -200,15 +196,8 @@ def _case(
         heads_THD[-1] = torch.tensor(3.0)
         heads_THD[-1, :, ::4] = -1
     scale_2H = torch.exp2(torch.rand(2, H, generator=random) * 6 - 8)
-    return Case(
-        heads_THD,
-        torch.randint(len(cos_sin_PD), (T,), generator=random),
-        cos_sin_PD,
-        norms,
-        slots,
-        scale_2H,
-        gap,
-    )
+    positions_T = torch.randint(len(cos_sin_PD), (T,), generator=random)
+    return Case(heads_THD, positions_T, cos_sin_PD, norms, slots, scale_2H, gap)
 
 
 def exact(

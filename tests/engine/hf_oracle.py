@@ -109,12 +109,10 @@ def swap_gate_up(tensors: models.Tensors, names: list[str]) -> None:
     for name in fused:
         tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
     gates = [n for n in tensors if re.search(r"layers\.0\..*\b(gate_proj|w1)\.weight$", n)]
+    other = {"gate_proj": "up_proj", "w1": "w3"}
     if not fused:
-        other = {"gate_proj": "up_proj", "w1": "w3"}
-        _swap(
-            tensors,
-            [(n, re.sub("gate_proj|w1", lambda m: other[m.group()], n)) for n in gates],
-        )
+        ups = [re.sub("gate_proj|w1", lambda m: other[m.group()], n) for n in gates]
+        _swap(tensors, list(zip(gates, ups, strict=True)))
 
 
 def misroute_expert(tensors: models.Tensors, names: list[str]) -> None:

@@ -54,8 +54,6 @@ COMMON = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# Halved for two ranks, 192 and 64 are not whole blocks.
-ONE_RANK_ONLY = {"intermediate_size": 384, "moe_intermediate_size": 128}
 # Where SGLang or transformers takes no head_dim: it is hidden_size / heads.
 WIDE = {"hidden_size": 512, "head_dim": None}
 MOE = {
@@ -180,22 +178,19 @@ FAMILIES = {
 }
 
 
-def make_checkpoint(
-    family: str, path: Path | str, seed: int = 0, tp_ready: bool = True, **changes: Any
-) -> Path:
+def make_checkpoint(family: str, path: Path | str, seed: int = 0, **changes: Any) -> Path:
     """Write ``config.json`` and ``model.safetensors`` into the folder ``path``.
 
     Args:
         family: a key of ``FAMILIES``.
         path: a folder, made where it does not exist.
         seed: of all weights. The bytes depend on nothing else: not on the transformers version.
-        tp_ready: with ``False``, MLPs and experts that two ranks cannot split into whole blocks.
         changes: other values for the family's configuration.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     spec, path = FAMILIES[family], Path(path)
-    wanted = COMMON | spec.config | ({} if tp_ready else ONE_RANK_ONLY) | changes
+    wanted = COMMON | spec.config | changes
     wanted = {key: value for key, value in wanted.items() if key != "head_dim" or value}
     config = AutoConfig.for_model(spec.model_type, **wanted)
     # Its save writes the names of the hub's checkpoints (single experts, not stacked ones).
@@ -258,6 +253,13 @@ def framework_stream(path: Path | str) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, tensors[name].float()) for name in names)
 
 
+def copied(path_in: Path | str, path_out: Path | str, tensors: Tensors) -> Path:
+    """Copy a checkpoint, with these weights."""
+    shutil.copytree(path_in, path_out, dirs_exist_ok=True)
+    _save(Path(path_out), tensors)
+    return Path(path_out)
+
+
 def perturb(path_in: Path | str, path_out: Path | str, seed: int) -> Path:
     """Copy a checkpoint with every tensor changed, as training changes it: the next policy.
 
@@ -265,10 +267,8 @@ def perturb(path_in: Path | str, path_out: Path | str, seed: int) -> Path:
     and standard deviation stay: larger weights would make the logits more chaotic, and with them
     the difference that FP8 activations alone make.
     """
-    path_out = Path(path_out)
-    shutil.copytree(path_in, path_out, dirs_exist_ok=True)
-    _save(path_out, {name: perturbed(name, t, seed) for name, t in named_tensors(path_in)})
-    return path_out
+    changed = {name: perturbed(name, t, seed) for name, t in named_tensors(path_in)}
+    return copied(path_in, path_out, changed)
 
 
 def perturbed(name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:
@@ -285,16 +285,13 @@ def step(path_in: Path | str, path_out: Path | str, seed: int, part: float = 0.0
     They become smaller by a quarter, which no code and no BF16 number survives; and the largest
     of each matrix of attention becomes larger, which moves a scale and all codes under it.
     """
-    path_out = Path(path_out)
-    shutil.copytree(path_in, path_out, dirs_exist_ok=True)
     tensors = dict(named_tensors(path_in))
     for name, tensor in tensors.items():
         moves = torch.rand(tensor.shape, generator=_generator(name, seed)) < part
         tensors[name] = torch.where(moves, 0.75 * tensor, tensor)
         if name.endswith("o_proj.weight"):
             tensors[name].view(-1)[tensor.abs().argmax()] *= 1.5
-    _save(path_out, tensors)
-    return path_out
+    return copied(path_in, path_out, tensors)
 
 
 OUTLIER_CHANNELS = [5, 69]
@@ -312,8 +309,6 @@ def plant_outliers(path_in: Path | str, path_out: Path | str) -> Path:
     They come from the weight of QK-norm where the model has one, else from the bias of k_proj. q is
     made small in the same channels, so that attention stays as sharp as it was.
     """
-    path_out = Path(path_out)
-    shutil.copytree(path_in, path_out, dirs_exist_ok=True)
     tensors = dict(named_tensors(path_in))
     has_bias = any(name.endswith("k_proj.bias") for name in tensors)
     for name, tensor in tensors.items():
@@ -326,16 +321,12 @@ def plant_outliers(path_in: Path | str, path_out: Path | str) -> Path:
             heads[:, OUTLIER_CHANNELS] = OUTLIER
         elif has_bias and name.endswith(("q_proj.weight", "q_proj.bias")):
             heads[:, OUTLIER_CHANNELS] *= OUTLIER_WEIGHT / OUTLIER
-    _save(path_out, tensors)
-    return path_out
+    return copied(path_in, path_out, tensors)
 
 
 def with_tensors(path_in: Path | str, path_out: Path | str, more: Tensors) -> Path:
     """Copy a checkpoint with more tensors in it, such as KV scales."""
-    path_out = Path(path_out)
-    shutil.copytree(path_in, path_out, dirs_exist_ok=True)
-    _save(path_out, {**dict(named_tensors(path_in)), **more})
-    return path_out
+    return copied(path_in, path_out, {**dict(named_tensors(path_in)), **more})
 
 
 _EXPERT = r"\.experts\.\d+\."

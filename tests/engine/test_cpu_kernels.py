@@ -29,34 +29,24 @@ def largest(a: list[float], b: list[float]) -> float:
     return float(np.abs(np.subtract(a, b)).max())
 
 
-def engine_and_oracle(path: Path, log: Path) -> tuple[list[int], list[float], list[float]]:
-    """Tokens, and their logprobs by an unquantized engine and by transformers."""
-    with EngineProcess(log, path, quantization=None, dtype="float32") as engine:
+@pytest.mark.parametrize("family", ["qwen2_moe", "gemma2"])
+def test_an_engine_in_fp32_is_transformers(family: str, tmp_path: Path) -> None:
+    """With the gate of shared experts, and with a cap of final logits; not without them."""
+    path = models.make_checkpoint(family, tmp_path / "model")
+    with EngineProcess(tmp_path / "log", path, quantization=None, dtype="float32") as engine:
         tokens, logprobs = score(engine)
-    return tokens, logprobs, hf_oracle.prompt_logprobs(path, tokens, fp8=False)
-
-
-def test_the_gate_of_shared_experts(tmp_path: Path) -> None:
-    path = models.make_checkpoint("qwen2_moe", tmp_path / "model")
-    tokens, logprobs, oracle = engine_and_oracle(path, tmp_path / "log")
+    oracle = hf_oracle.prompt_logprobs(path, tokens, fp8=False)
     assert largest(logprobs, oracle) < BOUND
-    control = hf_oracle.prompt_logprobs(path, tokens, fp8=False, fault=no_gate)
-    assert largest(control, oracle) > SEEN
-
-
-def test_the_cap_of_final_logits(tmp_path: Path) -> None:
-    path = models.make_checkpoint("gemma2", tmp_path / "model")
-    tokens, logprobs, oracle = engine_and_oracle(path, tmp_path / "log")
-    assert largest(logprobs, oracle) < BOUND
-    uncapped = models.make_checkpoint("gemma2", tmp_path / "no cap", final_logit_softcapping=None)
-    control = hf_oracle.prompt_logprobs(uncapped, tokens, fp8=False)
+    fault = no_gate
+    if family == "gemma2":
+        fault = None
+        path = models.make_checkpoint(family, tmp_path / "no cap", final_logit_softcapping=None)
+    control = hf_oracle.prompt_logprobs(path, tokens, fp8=False, fault=fault)
     assert largest(control, oracle) > SEEN
 
 
 def test_capped_attention_is_refused_at_start(tmp_path: Path) -> None:
     path = models.make_checkpoint("gemma2", tmp_path / "model", attn_logit_softcapping=50.0)
-    with (
-        pytest.raises(RuntimeError, match=r"layer 0 caps its logits at 50\.0"),
-        EngineProcess(tmp_path / "log", path),
-    ):
+    why = r"layer 0 caps its logits at 50\.0"
+    with pytest.raises(RuntimeError, match=why), EngineProcess(tmp_path / "log", path):
         pass

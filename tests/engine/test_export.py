@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 SCORE = {**ASK, "return_logprob": True, "logprob_start_len": 0}
 VERSION = 3
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @pytest.fixture
@@ -44,6 +45,12 @@ def logprobs(engine: Any) -> list[float]:
 def logprobs_of(log: Path, checkpoint: Path, **options: Any) -> list[float]:
     with EngineProcess(log, checkpoint, **options) as engine:
         return logprobs(engine)
+
+
+def sha256(engine: EngineProcess) -> list[dict[str, str]]:
+    """Of each tensor of each rank."""
+    ranks = engine.control({"op": "digest"})["ranks"]
+    return [{name: tensor["sha256"] for name, tensor in rank.items()} for rank in ranks]
 
 
 def run_command(log: Path, *arguments: Any) -> None:
@@ -134,12 +141,11 @@ def test_layers_that_stay_bf16(stock: dict[str, Any], tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     options = {"fp8rl_ignored_layers": (ignored,), "fp8rl_ragged": "bf16"}
     with EngineProcess(log, bf16, **options) as engine:
-        wanted, digest = logprobs(engine), engine.control({"op": "digest"})["ranks"][0]
+        wanted, digest = logprobs(engine), sha256(engine)
     assert logprobs_of(tmp_path / "stock.log", tmp_path / "fp8", **stock) == wanted
     # our own engine reads the list in the export's config as well
     with EngineProcess(tmp_path / "again.log", tmp_path / "fp8") as engine:
-        again = engine.control({"op": "digest"})["ranks"][0]
-    assert {n: t["sha256"] for n, t in again.items()} == {n: t["sha256"] for n, t in digest.items()}
+        assert sha256(engine) == digest
 
 
 def test_two_ranks_write_one_checkpoint(tmp_path: Path) -> None:
@@ -167,7 +173,7 @@ def test_powers_of_two_are_exported_and_started_from(policies: Policies, tmp_pat
     with EngineProcess(tmp_path / "log", checkpoint, **options) as engine:
         served.mkdir(mode=0o700)
         reply = engine.control({"op": "export", "folder": str(served)})
-        wanted, digest = logprobs(engine), engine.control({"op": "digest"})["ranks"][0]
+        wanted, digest = logprobs(engine), sha256(engine)
     assert reply["format"] == options["fp8rl_format"]
     arguments = (checkpoint, quantized, "--format", options["fp8rl_format"])
     run_command(tmp_path / "export.log", *arguments)
@@ -176,8 +182,26 @@ def test_powers_of_two_are_exported_and_started_from(policies: Policies, tmp_pat
     config = json.loads((quantized / "config.json").read_text())["quantization_config"]
     assert config["scale_fmt"] == "ue8m0"
     with EngineProcess(tmp_path / "again.log", quantized, **options) as engine:
-        again = engine.control({"op": "digest"})["ranks"][0]
-        assert logprobs(engine) == wanted
-    assert {n: t["sha256"] for n, t in again.items()} == {n: t["sha256"] for n, t in digest.items()}
+        assert sha256(engine) == digest and logprobs(engine) == wanted
     # the control: activations are quantized otherwise by an engine without powers of two
     assert logprobs_of(tmp_path / "plain.log", quantized) != wanted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "tp_size"), [("qwen3", 1), ("smollm2", 1), ("qwen2_cut", 2)])
+def test_a_block_fp8_checkpoint_starts_as_that_in_bf16(
+    family: str, tp_size: int, tmp_path: Path
+) -> None:
+    """Also where ranks cut its blocks."""
+    bf16 = models.make_checkpoint(family, tmp_path / "bf16")
+    fp8 = tmp_path / "fp8"
+    fp8.mkdir()
+    config = json.loads((bf16 / "config.json").read_text())
+    (fp8 / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
+    save_file(expected(bf16), fp8 / "model.safetensors")
+
+    def started(path: Path) -> list[dict[str, str]]:
+        with EngineProcess(tmp_path / f"{path.name}.log", path, tp_size) as engine:
+            return sha256(engine)
+
+    assert started(fp8) == started(bf16)

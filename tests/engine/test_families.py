@@ -63,26 +63,24 @@ DENSE_THEN_EXPERTS: Why = {
     "model.layers.1.mlp.shared_experts.down_proj": None,
 }
 
+ALL_LINEARS = ATTENTION | MLP
 LAYERS: dict[str, tuple[Why, Why]] = {
-    "qwen3": (ATTENTION | MLP, UNTIED),
-    "qwen3_moe": (ATTENTION | EXPERTS, UNTIED),
-    "qwen2": (ATTENTION | MLP, TIED),
-    "llama": (ATTENTION | MLP, UNTIED),
-    "mistral": (ATTENTION | MLP, UNTIED),
-    "phi3": (ATTENTION | MLP, UNTIED),
-    "glm4": (ATTENTION | MLP, UNTIED),
-    "gemma": (ATTENTION | MLP, TIED),
-    "gemma2": (ATTENTION | MLP, TIED),
+    **dict.fromkeys(("qwen3", "llama", "mistral", "phi3", "glm4"), (ALL_LINEARS, UNTIED)),
+    **dict.fromkeys(("qwen3_ragged", "qwen3_ragged_kv"), (ALL_LINEARS, UNTIED)),
+    **dict.fromkeys(("qwen2", "gemma", "gemma2", "smollm2", "qwen2_cut"), (ALL_LINEARS, TIED)),
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen3_moe_ragged", "qwen3_moe_cut"), (ATTENTION | EXPERTS, UNTIED)
+    ),
     "qwen2_moe": (ATTENTION | EXPERTS | SHARED_EXPERT, UNTIED),
     "mixtral": (ATTENTION | MIXTRAL, UNTIED),
-    "qwen3_ragged": (ATTENTION | MLP, UNTIED),
-    "qwen3_ragged_kv": (ATTENTION | MLP, UNTIED),
-    "qwen3_moe_ragged": (ATTENTION | EXPERTS, UNTIED),
-    "smollm2": (ATTENTION | MLP, TIED),
-    "qwen2_cut": (ATTENTION | MLP, TIED),
-    "qwen3_moe_cut": (ATTENTION | EXPERTS, UNTIED),
     "deepseek_v2": (MLA | FROM_HIDDEN, UNTIED | DENSE_THEN_EXPERTS),
     "deepseek_v3": (MLA | FROM_LATENTS, UNTIED | DENSE_THEN_EXPERTS),
+}
+FORMATS = {
+    "block-fp8": list(LAYERS),
+    "channel-fp8": ["qwen3_moe", "qwen2_cut", "phi3", "deepseek_v2"],
+    "block-fp8-ue8m0": ["qwen3_moe", "phi3"],
+    "int8": ["qwen3_moe_cut", "smollm2", "qwen3"],
 }
 RANKS = {"qwen2_cut": 2, "qwen3_moe_cut": 2}
 """Of families whose shapes matter only there; 1 of all others."""
@@ -109,15 +107,7 @@ def test_no_family_is_forgotten() -> None:
 
 @pytest.mark.parametrize(
     ("family", "fmt"),
-    [
-        *((family, "block-fp8") for family in chosen(list(LAYERS))),
-        *(
-            (family, "channel-fp8")
-            for family in chosen(["qwen3_moe", "qwen2_cut", "phi3", "deepseek_v2"])
-        ),
-        *((family, "block-fp8-ue8m0") for family in chosen(["qwen3_moe", "phi3"])),
-        *((family, "int8") for family in chosen(["qwen3_moe_cut", "smollm2", "qwen3"])),
-    ],
+    [(family, fmt) for fmt, families in FORMATS.items() for family in chosen(families)],
 )
 def test_family(family: str, fmt: str, tmp_path: Path) -> None:
     first = models.make_checkpoint(family, tmp_path / family)

@@ -1,4 +1,5 @@
-"""What becomes of requests that are in flight when an update begins, on real servers.
+"""What becomes of requests that are in flight when an update begins, on real servers; and of what
+run their tokens are.
 
 One server has the rollouts, a fresh engine of the next policy knows how they must go on. Numbers
 are compared to the last bit, and only between requests that take the same steps in the same shapes:
@@ -6,6 +7,8 @@ each runs alone, finds nothing in the prefix cache and is prefilled up to the sa
 prefill, a prefix from the cache and another batch round differently, on some CPUs by much.
 """
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -33,6 +36,7 @@ from tests.engine.serving import (
     version_of,
 )
 from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.updates.update import RUN
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # two engines start
 
@@ -163,7 +167,24 @@ def caught(server: Server, **more: Any) -> Iterator[tuple[Future[list[Reply]], l
         slow.unlink(missing_ok=True)
 
 
-# ---- retract -----------------------------------------------------------------------------------
+def runs_of(reply: dict[str, Any]) -> list[str]:
+    """The run of each token: one that says nothing has that of the token before."""
+    runs: list[str] = []
+    for run in reply["meta_info"]["policy_run"]:
+        runs.append(run or (runs[-1] if runs else ""))
+    return runs
+
+
+def weight_version(server: Server) -> str:
+    with urllib.request.urlopen(server.address + "/model_info", timeout=CALL_TIMEOUT_S) as reply:
+        return str(json.load(reply)["weight_version"])
+
+
+def test_tokens_of_the_checkpoint_have_no_run(started: Server) -> None:
+    """The first test: the server is as it started."""
+    (reply,) = started.generate(serving.ASK)
+    assert set(runs_of(reply)) == {""}
+    assert set(reply["meta_info"]["policy_version"]) == {-1}
 
 
 def follows(before: Reply, reply: Reply, cut: int, engine: Server | EngineProcess) -> bool:
@@ -353,9 +374,6 @@ def test_a_paused_engine(server: Server, policy: Path) -> None:
     assert_serves(server, policy, new)
 
 
-# ---- finish ------------------------------------------------------------------------------------
-
-
 @pytest.mark.guarantee("one-version", fault="`finish` in the middle of a response")
 def test_requests_are_finished_first(server: Server, policy: Path) -> None:
     old = version_of(server)
@@ -371,9 +389,6 @@ def test_requests_are_finished_first(server: Server, policy: Path) -> None:
     assert changes(last, old) == []
     assert last["meta_info"]["num_retractions"] == 0
     assert_serves(server, policy, new)
-
-
-# ---- either way --------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("check-first", fault="a refused update while a request generates")
@@ -392,9 +407,6 @@ def test_a_refused_update_disturbs_no_request(server: Server, policy: Path, in_f
         last = events.result(CALL_TIMEOUT_S)[-1]
     assert changes(last, version) == []
     assert last["meta_info"]["num_retractions"] == 0
-
-
-# ---- tensor parallel ---------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("all-or-none", fault="retraction on two ranks")
@@ -424,7 +436,42 @@ def test_on_two_ranks(policies: Policies, tmp_path: Path) -> None:
         assert set(reply["meta_info"]["policy_version"]) == {healed}
 
 
-# ---- in the trainer's process ------------------------------------------------------------------
+@pytest.mark.guarantee(
+    "runs", fault="a trainer resumed at an older version, while the one before it goes on"
+)
+def test_a_resumed_trainer_goes_back(server: Server, policies: Policies) -> None:
+    """Behind it the server takes no update of this process's run."""
+    _, policy, other, *_ = policies("qwen3")
+    trainer_bridge.update(models.named_tensors(policy), server, version=150)
+    (reply,) = server.generate(serving.ASK)
+    assert set(runs_of(reply)) == {RUN}
+    assert reply["meta_info"]["weight_version"] == weight_version(server) == "150"
+
+    trainer_bridge.update(models.named_tensors(other), server, version=100, run="resumed")
+    assert_serves(server, other, 100)
+    (reply,) = server.generate(serving.ASK)
+    assert set(runs_of(reply)) == {"resumed"}
+    assert reply["meta_info"]["weight_version"] == weight_version(server) == "100"
+    with pytest.raises(EngineError, match=f"run '{RUN}' was replaced"):
+        update(server, policy)
+    assert_serves(server, other, 100)
+
+
+@pytest.mark.guarantee("runs", fault="a request that goes on under another run")
+def test_a_request_that_goes_on_under_another_run(started: Server, policies: Policies) -> None:
+    _, policy, other, *_ = policies("qwen3")
+    trainer_bridge.update(models.named_tensors(policy), started, version=7, run="before")
+    with caught(started) as (events, seen):
+        assert len(seen[-1]["output_ids"]) > 0
+        trainer_bridge.update(
+            models.named_tensors(other), started, version=3, run="after", in_flight="retract"
+        )
+        reply = events.result(CALL_TIMEOUT_S)[-1]
+    runs, versions = runs_of(reply), reply["meta_info"]["policy_version"]
+    assert len(runs) == len(versions) == len(reply["output_ids"])
+    assert set(zip(runs, versions, strict=True)) == {("before", 7), ("after", 3)}
+    assert runs == sorted(runs, reverse=True)  # one change
+    assert_serves(started, other, 3)
 
 
 @pytest.mark.guarantee("one-version", fault="updates beside rollouts in threads of one process")

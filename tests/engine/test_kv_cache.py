@@ -7,7 +7,6 @@ prompt logprobs from an engine of the same weights whose KV cache is BF16.
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -229,26 +228,19 @@ def test_changed_scales_are_used_at_once(history: dict[str, Any]) -> None:
 
 
 def test_decode_reads_what_prefill_reads(history: dict[str, Any], reference: list[float]) -> None:
-    """The prompt that holds the decoded tokens is prefilled in two chunks."""
+    """The prompt that holds the decoded tokens is prefilled in two chunks, of which the first may
+    come from the prefix cache."""
     apart = error(history["decoded"], history["prefilled"])
     cost = error(history["first"], reference)
     print(f"decode beside prefill {apart:.4f}, what FP8 KV costs {cost:.4f}")
     assert apart < FLIPS * cost
-
-
-def test_a_hit_in_the_prefix_cache_changes_nothing(history: dict[str, Any]) -> None:
-    """The first of two chunks comes from the cache; the second is prefilled as without it."""
     assert history["hit"] == history["missed"]
 
 
-def test_scales_of_a_wrong_shape_are_refused_before_anything_is_written(
-    history: dict[str, Any],
-) -> None:
+def test_scales_that_are_refused(history: dict[str, Any]) -> None:
+    """Of a wrong shape before anything is written; of bad values they are never in force."""
     assert "(2, 2, 3)" in history["wrong shape"]
     assert history["after wrong shape"] == history["unit"]
-
-
-def test_scales_that_are_none_quarantine_and_are_not_put_in_force(history: dict[str, Any]) -> None:
     assert "is nan" in history["nan"]
     assert "is -1.0" in history["negative"]
     assert history["layout nan"]["state"] == "quarantined"
@@ -326,16 +318,11 @@ def test_each_rank_keeps_its_heads_and_probes_do_not_calibrate(
         if name.endswith("v_proj.weight")
     }
     checkpoint = models.with_tensors(qk_norm.checkpoint, tmp_path / "unlike heads", v_proj)
-    arguments = ("--tp-size", "2", "--kv-cache-dtype", "fp8_e4m3")
-    chunk = ("--chunked-prefill-size", str(CHUNK))
+    flags = {"--tp-size": 2, "--kv-cache-dtype": "fp8_e4m3", "--chunked-prefill-size": CHUNK}
+    arguments = [str(word) for pair in flags.items() for word in pair]
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with Server(
-        tmp_path / "server.log",
-        FORKED,
-        checkpoint,
-        *arguments,
-        *chunk,
-        environment=cores,
+        tmp_path / "server.log", FORKED, checkpoint, *arguments, environment=cores
     ) as server:
         # SGLang's warm-up has run, and stored some tokens
         assert kv(server)["statistics"][0]["tokens"] > 0
@@ -355,7 +342,8 @@ def test_each_rank_keeps_its_heads_and_probes_do_not_calibrate(
         assert_held(server, scales)
 
         brought = torch.tensor([1.0, 0.25]).expand(LAYERS, 2, KV_HEADS)
-        update_server(server, qk_norm.with_scales(brought))
+        named = models.named_tensors(qk_norm.with_scales(brought))
+        trainer_bridge.update(named, server, version=0)
         assert kv(server)["scales"] == ONES.tolist()
         assert_held(server, torch.ones_like(brought))
 
@@ -366,17 +354,3 @@ def assert_held(server: Server, scales: torch.Tensor) -> None:
         mine = scales[:, :, rank].T.contiguous().unsqueeze(-1)
         assert held["fp8rl_kv.store"]["shape"] == list(mine.shape)
         assert held["fp8rl_kv.store"]["sha256"] == hashlib.sha256(mine.numpy()).hexdigest()
-
-
-def update_server(server: Server, checkpoint: Path) -> None:
-    trainer_bridge.update(models.named_tensors(checkpoint), server, version=0)
-
-
-@pytest.mark.full
-def test_a_backend_that_cannot_scale_is_refused(
-    policies: Callable[[str], list[Path]], tmp_path: Path
-) -> None:
-    with pytest.raises(RuntimeError, match="triton cannot apply the scales of a KV cache in e4m3"):
-        EngineProcess(
-            tmp_path / "engine.log", policies("qwen3")[0], attention_backend="triton", **FP8_KV
-        )

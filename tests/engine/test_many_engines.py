@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,9 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def started(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     folder, checkpoint = tmp_path_factory.mktemp("servers"), policies("qwen3")[0]
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                Server(folder / f"{i}.log", FORKED, checkpoint, environment=ENVIRONMENT)
-            )
-            for i in range(2)
-        ]
+    start = partial(Server, command=FORKED, checkpoint=checkpoint, environment=ENVIRONMENT)
+    with start(folder / "0.log") as first, start(folder / "1.log") as second:
+        yield [first, second]
 
 
 @pytest.fixture

@@ -164,42 +164,31 @@ Begin = dict[str, Any]
 """The message that begins an update, which a test spoils."""
 
 
-def without_up(begin: Begin) -> None:
-    del begin["manifest"]["tensors"][UP]
-
-
-def with_tensor(name: str, dtype: str, shape: list[int]) -> Callable[[Begin], None]:
+def with_tensor(name: str, dtype: str, *shape: int) -> Callable[[Begin], None]:
     def change(begin: Begin) -> None:
-        begin["manifest"]["tensors"][name] = [dtype, shape]
+        tensors = begin["manifest"]["tensors"]
+        tensors[name] = [dtype, list(shape)]
         if dtype == "float8_e4m3fn":
-            begin["manifest"]["tensors"][f"{name}_scale_inv"] = ["float32", [4, 2]]
-
-    return change
-
-
-def with_chunks(begin: Begin) -> None:
-    begin["manifest"]["chunk_bytes"] = 4096
-
-
-def with_version(value: Any) -> Callable[[Begin], None]:
-    def change(begin: Begin) -> None:
-        begin["version"] = value
+            tensors[f"{name}_scale_inv"] = ["float32", [4, 2]]
 
     return change
 
 
 # test_manifest.py, test_routes.py and test_policy.py have every other fault
-BAD_MANIFESTS: dict[str, tuple[Callable[[Begin], None], str]] = {
-    "missing": (without_up, f"missing: {UP}"),
-    "unknown": (with_tensor("stranger", "bfloat16", [4]), "unknown: stranger"),
-    "shape": (with_tensor(UP, "bfloat16", [512, 128]), f"{UP} has shape (512, 128)"),
-    "no dtype of a weight": (with_tensor(UP, "int8", [512, 256]), f"{UP} has dtype 'int8'"),
+BAD_MANIFESTS: dict[str, tuple[Callable[[Begin], Any], str]] = {
+    "missing": (lambda begin: begin["manifest"]["tensors"].pop(UP), f"missing: {UP}"),
+    "unknown": (with_tensor("stranger", "bfloat16", 4), "unknown: stranger"),
+    "shape": (with_tensor(UP, "bfloat16", 512, 128), f"{UP} has shape (512, 128)"),
+    "no dtype of a weight": (with_tensor(UP, "int8", 512, 256), f"{UP} has dtype 'int8'"),
     "fp8 for a bf16 layer": (
-        with_tensor("lm_head.weight", "float8_e4m3fn", [512, 256]),
+        with_tensor("lm_head.weight", "float8_e4m3fn", 512, 256),
         "the engine keeps it in bf16",
     ),
-    "version of 64 bits": (with_version(2**63), "whole number from 0 up"),
-    "a half without room": (with_chunks, "larger --fp8rl-bucket-bytes"),
+    "version of 64 bits": (lambda begin: begin.update(version=2**63), "whole number from 0 up"),
+    "a half without room": (
+        lambda begin: begin["manifest"].update(chunk_bytes=4096),
+        "larger --fp8rl-bucket-bytes",
+    ),
 }
 
 
@@ -245,10 +234,6 @@ def test_replayed_and_out_of_order_version(server: Server, policy: Path) -> None
 # ---- bad steps before the first write: what was served before is served again -------------------
 
 
-def chunk_before_the_bucket(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "chunk", "index": 0})
-
-
 def bucket_that_is_shorter(trainer: ByHand) -> None:
     message = {"op": "bucket", "name": "short", "bytes": BUCKET_BYTES + 1}
     trainer.ranks.ask(message, trainer.bucket._fds)
@@ -259,16 +244,18 @@ def bucket_on_a_gpu(trainer: ByHand) -> None:
     trainer.ranks.ask({"op": "bucket", "name": "gpu", "handle": handle})
 
 
-def finish_before_any_chunk(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "finish"})
-
-
 # test_rank_server.py has every other fault
-BAD_STARTS: dict[str, tuple[Callable[[ByHand], None], str]] = {
-    "chunk before the bucket": (chunk_before_the_bucket, "a chunk came before the bucket"),
+BAD_STARTS: dict[str, tuple[Callable[[ByHand], Any], str]] = {
+    "chunk before the bucket": (
+        lambda trainer: trainer.ranks.ask({"op": "chunk", "index": 0}),
+        "a chunk came before the bucket",
+    ),
     "bucket that is shorter": (bucket_that_is_shorter, f"announced as {BUCKET_BYTES + 1}"),
     "bucket on a GPU": (bucket_on_a_gpu, "this engine runs on a CPU"),
-    "finish before any chunk": (finish_before_any_chunk, "chunks are missing"),
+    "finish before any chunk": (
+        lambda trainer: trainer.ranks.ask({"op": "finish"}),
+        "chunks are missing",
+    ),
 }
 
 
@@ -288,22 +275,15 @@ def test_bad_start(server: Server, policies: Policies, tensors: Tensors, fault: 
 # ---- bad steps after the first write: quarantine, until a complete update -----------------------
 
 
-def twice(trainer: ByHand) -> None:
-    trainer.write(1, 1)
+def then(message: dict[str, Any], first: int | None = None) -> Callable[[ByHand], None]:
+    """Send the chunks from ``first`` on, and a message."""
 
+    def send(trainer: ByHand) -> None:
+        if first is not None:
+            trainer.write(*range(first, len(trainer.chunks)))
+        trainer.ranks.ask(message)
 
-def second_missing(trainer: ByHand) -> None:
-    trainer.write(*range(2, len(trainer.chunks)))
-    trainer.ranks.ask({"op": "finish"})
-
-
-def after_the_last(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "chunk", "index": len(trainer.chunks)})
-
-
-def commit_before_finish(trainer: ByHand) -> None:
-    trainer.write(*range(1, len(trainer.chunks)))
-    trainer.ranks.ask({"op": "commit"})
+    return send
 
 
 def not_json(trainer: ByHand) -> None:
@@ -311,17 +291,16 @@ def not_json(trainer: ByHand) -> None:
     trainer.ranks.wait()
 
 
-def give_up(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "abort", "reason": "the trainer thought better of it"})
-
-
 BAD_CHUNKS: dict[str, tuple[Callable[[ByHand], None], str]] = {
-    "twice": (twice, "chunk 1 is not awaited"),
-    "second missing": (second_missing, "send every chunk of the manifest"),
-    "after the last": (after_the_last, "is not awaited"),
-    "commit before finish": (commit_before_finish, "commit came before finish"),
+    "twice": (lambda trainer: trainer.write(1, 1), "chunk 1 is not awaited"),
+    "second missing": (then({"op": "finish"}, 2), "send every chunk of the manifest"),
+    "after the last": (
+        lambda trainer: trainer.ranks.ask({"op": "chunk", "index": len(trainer.chunks)}),
+        "is not awaited",
+    ),
+    "commit before finish": (then({"op": "commit"}, 1), "commit came before finish"),
     "not JSON": (not_json, "the trainer is gone"),
-    "given up": (give_up, "the trainer thought better of it"),
+    "given up": (then({"op": "abort", "reason": "given up"}), "given up"),
 }
 
 
@@ -343,38 +322,30 @@ def test_bad_chunk(server: Server, policy: Path, tensors: Tensors, fault: str) -
 
 
 @pytest.mark.guarantee("quarantine", fault="NaN or Inf in a weight")
-@pytest.mark.parametrize(("name", "value"), [(UP, float("nan")), (NORM, float("inf"))])
-def test_bad_value(server: Server, policy: Path, tensors: Tensors, name: str, value: float) -> None:
-    spoilt = dict(tensors)[name].clone()
-    spoilt.view(-1)[7] = value
-    version = version_of(server)
-    with pytest.raises(EngineError, match=f"{name} holds NaN or Inf|{name}.*NaN or Inf"):
-        trainer_bridge.update({**dict(tensors), name: spoilt}, server, version=version + 1)
-    assert_quarantined(server, "NaN or Inf")
-    assert update(server, policy) == version + 1
-    assert_serves(server, policy, version + 1)
-
-
 @pytest.mark.guarantee("quarantine", fault="NaN in codes, or a scale that is not positive")
 @pytest.mark.parametrize(
-    ("name", "value", "reason"),
+    ("stream", "name", "value", "reason"),
     [
-        (UP, 0xFF, f"{UP} holds NaN or Inf"),
-        (f"{UP}_scale_inv", float("nan"), f"{UP}_scale_inv holds NaN or Inf"),
-        (f"{UP}_scale_inv", -1.0, f"{UP}_scale_inv holds a scale that is not positive"),
+        ("bf16", UP, float("nan"), f"{UP}.*NaN or Inf"),
+        ("bf16", NORM, float("inf"), f"{NORM}.*NaN or Inf"),
+        ("fp8", UP, 0xFF, f"{UP} holds NaN or Inf"),
+        ("fp8", f"{UP}_scale_inv", float("nan"), f"{UP}_scale_inv holds NaN or Inf"),
+        ("fp8", f"{UP}_scale_inv", -1.0, f"{UP}_scale_inv holds a scale that is not positive"),
     ],
 )
-def test_bad_code_or_scale(
-    server: Server, policy: Path, name: str, value: float, reason: str
+def test_bad_value(
+    server: Server, policy: Path, stream: str, name: str, value: float, reason: str
 ) -> None:
-    tensors = dict(STREAMS["fp8"](policy))
+    tensors = dict(STREAMS[stream](policy))
     spoilt = tensors[name].clone()
     (spoilt.view(torch.uint8) if spoilt.dtype.itemsize == 1 else spoilt).view(-1)[3] = value
     tensors[name] = spoilt
+    version = version_of(server)
     with pytest.raises(EngineError, match=reason):
-        trainer_bridge.update(tensors, server, version=version_of(server) + 1)
-    assert_quarantined(server, reason)
-    assert_serves(server, policy, update(server, policy))
+        trainer_bridge.update(tensors, server, version=version + 1)
+    assert_quarantined(server, reason.rpartition(".*")[2])
+    assert update(server, policy) == version + 1
+    assert_serves(server, policy, version + 1)
 
 
 # ---- trainers that die ------------------------------------------------------------------------
@@ -414,28 +385,22 @@ def trainer_that_stops(address: str, checkpoint: Path, version: int, sent: int) 
         connection.close()
 
 
+@pytest.mark.guarantee("all-or-none", fault="the trainer is killed before it wrote")
 @pytest.mark.guarantee("quarantine", fault="the trainer is killed between two chunks")
-@pytest.mark.parametrize("sent", [1, 25])
-def test_trainer_is_killed_between_chunks(server: Server, policy: Path, sent: int) -> None:
+@pytest.mark.parametrize("sent", [0, 1, 25])
+def test_trainer_is_killed(server: Server, policies: Policies, sent: int) -> None:
+    start, policy, *_ = policies("qwen3")
     version = version_of(server)
     with trainer_that_stops(server.address, policy, version + 1, sent) as pid:
         assert server.control({"op": "layout"})["state"] == "updating"
         os.kill(pid, signal.SIGKILL)
         ended = server.control({"op": "end"})
-    assert not ended["ended"]
+    assert not ended["ended"] and "the trainer is gone" in ended["failure"]
+    if sent == 0:
+        assert_serves(server, start, version)  # nothing was written
+        return
     assert_quarantined(server, "the trainer is gone")
     assert_serves(server, policy, update(server, policy))
-
-
-@pytest.mark.guarantee("all-or-none", fault="the trainer is killed before it wrote")
-def test_trainer_is_killed_before_it_wrote(server: Server, policies: Policies) -> None:
-    version = version_of(server)
-    with trainer_that_stops(server.address, policies("qwen3")[1], version + 1, 0) as pid:
-        os.kill(pid, signal.SIGKILL)
-        ended = server.control({"op": "end"})
-    assert not ended["ended"]
-    assert "the trainer is gone" in ended["failure"]
-    assert_serves(server, policies("qwen3")[0], version)  # nothing was written
 
 
 def test_trainer_leaves_before_it_hears_of_the_commit(
@@ -637,11 +602,16 @@ def test_tokens_are_those_of_their_version(server: Server, policies: Policies) -
 # ---- SGLang's own doors -------------------------------------------------------------------------
 
 
+NEWER: dict[str, dict[str, str]] = {"begin_weight_update": {}, "end_weight_update": {}}
+"""Routes of SGLang after 0.5.17."""
+
+
 def test_stock_update_is_refused(server: Server, policies: Policies) -> None:
     version = version_of(server)
     path = str(policies("qwen3")[1])
-    requests = {"update_weights_from_disk": {"model_path": path}, **RESET, **NEWER}
-    for route, request in requests.items():
+    stock = {"update_weights_from_disk": {"model_path": path}}
+    stock["weights_checker"] = {"action": "reset_tensors"}
+    for route, request in (stock | NEWER).items():
         status, reply = server.ask(f"/{route}", json.dumps(request).encode())
         if status == 404:
             assert route in NEWER
@@ -649,11 +619,6 @@ def test_stock_update_is_refused(server: Server, policies: Policies) -> None:
         assert status == 400
         assert "trainer_bridge.update" in reply["message"]
     assert_serves(server, policies("qwen3")[0], version)
-
-
-RESET = {"weights_checker": {"action": "reset_tensors"}}
-NEWER: dict[str, dict[str, str]] = {"begin_weight_update": {}, "end_weight_update": {}}
-"""Routes of SGLang after 0.5.17."""
 
 
 def test_a_pause_during_an_update_is_kept(server: Server, policy: Path, tensors: Tensors) -> None:

@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1 the kernel tests run on the CPU instead, through Triton'
 engines can be rehearsed there, too.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,8 @@ with suppress(ImportError):  # its platform must be resolved before our modules 
 from tests.gpu.sizes import REHEARSAL, REHEARSED
 
 INTERPRETED = triton.knobs.runtime.interpret
+Record = Callable[[str, object], None]
+"""pytest's ``record_property``."""
 
 
 @pytest.hookimpl(tryfirst=True)

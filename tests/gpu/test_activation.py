@@ -1,7 +1,9 @@
 """The activation kernels: byte for byte the reference, and against SGLang's own kernels."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -102,31 +104,57 @@ def assert_close(y: Tensor, other: Tensor) -> None:
     assert steps <= MAX_APART and equal >= LEAST_EQUAL, f"{steps} apart, {equal:.4f} equal"
 
 
-def quantized(x_MK: Tensor) -> Quantized:
-    """The kernel's codes and scales, which must be the reference's, powers of two as well."""
-    got = activation_triton.quantize_tokens(x_MK)
-    assert_same(got, activation.quantize_tokens(x_MK))
-    rounded = activation_triton.quantize_tokens(x_MK, power_of_two=True)
-    assert_same(rounded, activation.quantize_tokens(x_MK, power_of_two=True))
-    return got
+def producers(
+    x_MK: Tensor,
+    weight_K: Tensor,
+    residual_MK: Tensor,
+    gate_up: Tensor,
+    *,
+    by_row: bool = False,
+    within: Channels | None = None,
+    power_of_two: bool = False,
+) -> Iterator[tuple[Tensor, Quantized]]:
+    """What each kernel quantizes, and what it makes of it; all of it near the reference."""
+    options: Any = {"within": within, "power_of_two": power_of_two}
+    yield x_MK, activation_triton.quantize_tokens(x_MK, by_row=by_row, **options)
+    for residual in (None, residual_MK):
+        yield normed(x_MK, weight_K, residual, by_row=by_row, **options)
+    y, got = activation_triton.silu_mul_quantize(gate_up, **options)
+    assert_close(y, activation.silu_mul_quantize(gate_up, within=within)[0])
+    if not by_row:
+        yield y, got
+    if within is None:
+        codes = partial(activation_triton.silu_mul_codes, by_row=by_row, power_of_two=power_of_two)
+        yield y, codes(gate_up)
 
 
 def normed(
-    x_MK: Tensor, weight_K: Tensor, residual_MK: Tensor | None = None, eps: float = 1e-6
+    x_MK: Tensor,
+    weight_K: Tensor,
+    residual_MK: Tensor | None = None,
+    eps: float = 1e-6,
+    **options: Any,
 ) -> tuple[Tensor, Quantized]:
     """The kernel's y, its codes and scales; x and the residual are left as they were."""
-    pair = [None if t is None else t.clone() for t in (x_MK, residual_MK)]
     copies = [None if t is None else t.clone() for t in (x_MK, residual_MK)]
-    y, got = activation_triton.rms_norm_quantize(pair[0], weight_K, eps, pair[1])
-    want, _ = activation.rms_norm_quantize(copies[0], weight_K, eps, copies[1])
+    # rows that lie apart, where they are only read
+    x, residual = (x_MK, None) if residual_MK is None else (x_MK.clone(), residual_MK.clone())
+    y, got = activation_triton.rms_norm_quantize(x, weight_K, eps, residual, **options)
+    if residual is None:
+        assert torch.equal(bytes_of(x), bytes_of(copies[0]))
+    want, _ = activation.rms_norm_quantize(copies[0], weight_K, eps, copies[1], **options)
     assert_close(y, want)
-    assert (y is pair[0]) == (residual_MK is not None)
-    if residual_MK is None:
-        assert torch.equal(pair[0].view(torch.int16), x_MK.view(torch.int16))
-    else:
-        assert torch.equal(pair[1].view(torch.int16), copies[1].view(torch.int16))
-    assert_same(got, activation.quantize_tokens(y))
+    assert (y is x) == (residual is not None)
+    assert residual is None or torch.equal(bytes_of(residual), bytes_of(copies[1]))
     return y, got
+
+
+def quantized(x_MK: Tensor) -> Quantized:
+    """The kernel's codes and scales, which must be the reference's, powers of two as well."""
+    found = [activation_triton.quantize_tokens(x_MK, power_of_two=two) for two in (False, True)]
+    for got, two in zip(found, (False, True), strict=True):
+        assert_same(got, activation.quantize_tokens(x_MK, power_of_two=two))
+    return found[0]
 
 
 def gated(gate_up: Tensor) -> tuple[Tensor, Quantized]:
@@ -141,94 +169,54 @@ def gated(gate_up: Tensor) -> tuple[Tensor, Quantized]:
 # ---- against the reference
 
 
-@pytest.mark.parametrize("shape", [(1, 128), (5, 384), (9, 2048)], ids=str)
-def test_scales_by_row(device: str, shape: tuple[int, int]) -> None:
-    """The same values, each token's side by side."""
-    x, weight = (t.to(device) for t in (rows(*shape), rows(1, shape[1], seed=2, spread=1)[0]))
-    gate_up = rows(shape[0], 2 * shape[1]).to(device)
-
-    def both(*, by_row: bool) -> list[Quantized]:
-        return [
-            activation_triton.quantize_tokens(x, by_row=by_row),
-            activation_triton.rms_norm_quantize(x, weight, 1e-6, by_row=by_row)[1],
-            activation_triton.silu_mul_codes(gate_up, by_row=by_row),
-            activation.quantize_tokens(x, by_row=by_row),
-            activation.rms_norm_quantize(x, weight, 1e-6, by_row=by_row)[1],
-            activation.silu_mul_codes(gate_up, by_row=by_row),
-        ]
-
-    for mine, other in zip(both(by_row=True), both(by_row=False), strict=True):
-        assert mine.is_by_row and not other.is_by_row
-        assert torch.equal(bytes_of(mine.codes_MK), bytes_of(other.codes_MK))
-        assert torch.equal(mine.scales_Mk, other.scales_Mk)
+PADDED = [
+    ((5, 576), Channels(0, 640)),
+    ((5, 448), Channels(64, 512)),
+    ((5, 192), Channels(64, 256)),
+    ((5, 1), Channels(127, 128)),
+    ((5, 1500), Channels(96, 1664)),
+    ((5, 64), Channels(0, 256)),
+]
 
 
-@pytest.mark.parametrize("by_row", [False, True])
-def test_producers_make_scales_that_are_powers_of_two(device: str, by_row: bool) -> None:
-    """The same y, and its codes; a trainer and the CPU platform have them too."""
-    x, weight = rows(5, 384).to(device), rows(1, 384, seed=2, spread=1)[0].to(device)
-    residual, gate_up = rows(5, 384, seed=1).to(device), rows(5, 768, spread=3).to(device)
-    options = {"by_row": by_row, "power_of_two": True}
-    for added in (None, residual):
-        pairs = [(x.clone(), None if added is None else added.clone()) for _ in range(2)]
-        (a, b), (c, d) = pairs
-        y, got = activation_triton.rms_norm_quantize(a, weight, 1e-6, b, **options)
-        want, plain = activation_triton.rms_norm_quantize(c, weight, 1e-6, d, by_row=by_row)
-        assert torch.equal(bytes_of(y), bytes_of(want))
-        assert_same(got, activation.quantize_tokens(y, **options))
-        assert not torch.equal(got.scales_Mk, plain.scales_Mk)  # the control
-        want_of_cpu = reference.quantize_activation(y, power_of_two=True)
-        for mine, other in zip(got, want_of_cpu, strict=True):
-            assert torch.equal(bytes_of(mine), bytes_of(other))
-    z, _ = activation_triton.silu_mul_quantize(gate_up)
-    same_z, silu = activation_triton.silu_mul_quantize(gate_up, power_of_two=True)
-    assert torch.equal(bytes_of(z), bytes_of(same_z))
-    assert_same(silu, activation.quantize_tokens(z, power_of_two=True))
-    codes = activation_triton.silu_mul_codes(gate_up, **options)
-    assert_same(codes, activation.quantize_tokens(z, **options))
-
-
-@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize(
-    ("length", "lead", "size"),
-    [(576, 0, 640), (448, 64, 512), (192, 64, 256), (1, 127, 128), (1500, 96, 1664), (64, 0, 256)],
+    ("shape", "within", "power_of_two"),
+    [
+        *((shape, None, two) for shape in ((1, 128), (3, 384), (5, 1152)) for two in (False, True)),
+        *((*padded, False) for padded in PADDED),
+    ],
+    ids=str,
 )
-def test_quantize_among_zeros(
+@pytest.mark.parametrize("by_row", [False, True], ids=["", "by-row"])
+def test_producers(
     device: str,
-    length: int,
-    lead: int,
-    size: int,
+    shape: tuple[int, int],
+    within: Channels | None,
     by_row: bool,
+    power_of_two: bool,
 ) -> None:
-    """The bytes of the padded tensor; what lies beside x in memory is not read."""
-    wide = rows(5, length + 256).to(device)
-    wide[:, :128], wide[:, 128 + length :] = torch.nan, torch.nan
-    x = wide[:, 128 : 128 + length]
-    within = Channels(lead, size)
-    got = activation_triton.quantize_tokens(x, by_row=by_row, within=within)
-    assert_same(got, activation.quantize_tokens(x, by_row=by_row, within=within))
-    padded = torch.nn.functional.pad(x, (lead, size - lead - length))
-    assert_same(got, activation.quantize_tokens(padded, by_row=by_row))
-
-    weight = rows(1, length, seed=2, spread=1)[0].to(device)
-    for residual in (None, rows(5, length, seed=3).to(device)):
-        pair = [None if residual is None else residual.clone() for _ in range(2)]
-        place = {"by_row": by_row, "within": within}
-        y, normed = activation_triton.rms_norm_quantize(x.clone(), weight, 1e-6, pair[0], **place)
-        want, _ = activation.rms_norm_quantize(x.clone(), weight, 1e-6, pair[1], **place)
-        assert_close(y, want)
-        assert_same(normed, activation.quantize_tokens(y, by_row=by_row, within=within))
-    gate_up = rows(5, 2 * length, spread=3).to(device)
-    z, gated = activation_triton.silu_mul_quantize(gate_up, within=within)
-    assert_close(z, activation.silu_mul_quantize(gate_up, within=within)[0])
-    assert_same(gated, activation.quantize_tokens(z, within=within))
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 128), (3, 256), (4, 1024), (5, 1152), (2, 4096), (9, 2176)], ids=str
-)
-def test_quantize(device: str, shape: tuple[int, int]) -> None:
-    quantized(rows(*shape).to(device))
+    """The reference's bytes of what each makes, those of the padded tensor where it is ``within``;
+    what lies beside x in memory is not read."""
+    M, K = shape
+    wide = rows(M, K + 256).to(device)
+    wide[:, :128], wide[:, 128 + K :] = torch.nan, torch.nan
+    weight = rows(1, K, seed=2, spread=1)[0]
+    given = (t.to(device) for t in (weight, rows(M, K, seed=1), rows(M, 2 * K, spread=3)))
+    options: Any = {"by_row": by_row, "power_of_two": power_of_two}
+    for y, got in producers(wide[:, 128 : 128 + K], *given, within=within, **options):
+        assert got.is_by_row == by_row or M == 1
+        assert_same(got, activation.quantize_tokens(y, within=within, **options))
+        lead, size = within or (0, K)
+        padded = torch.nn.functional.pad(y, (lead, size - lead - K))
+        assert_same(got, activation.quantize_tokens(padded, **options))
+        if power_of_two:  # a trainer and the CPU platform have them, too
+            codes, scales = reference.quantize_activation(padded, power_of_two=True)
+            assert torch.equal(bytes_of(codes), bytes_of(got.codes_MK))
+            assert torch.equal(scales, got.scales_Mk)
+            assert not torch.equal(reference.quantize_activation(padded)[1], scales)  # the control
+        columns = activation.quantize_tokens(padded, power_of_two=power_of_two)
+        assert torch.equal(bytes_of(got.codes_MK), bytes_of(columns.codes_MK))
+        assert torch.equal(got.scales_Mk, columns.scales_Mk)
 
 
 def test_quantize_what_is_no_ordinary_number(device: str) -> None:
@@ -243,28 +231,11 @@ def test_quantize_any_rows(device: str, M: int, k: int, spread: float, seed: int
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["", "residual"])
-@pytest.mark.parametrize("shape", [(1, 128), (3, 384), (5, 2048), (2, 5120), (3, 16384)], ids=str)
-def test_norms(device: str, shape: tuple[int, int], add: bool) -> None:
-    x, residual, weight = (
-        t.to(device)
-        for t in (rows(*shape), rows(*shape, seed=1), rows(1, shape[1], seed=2, spread=1)[0])
-    )
-    normed(x, weight, residual if add else None)
-
-
-@pytest.mark.parametrize("add", [False, True], ids=["", "residual"])
 def test_norms_of_zeros_nan_and_strided_rows(device: str, add: bool) -> None:
     x, residual = rows(4, 640).to(device)[:, 128:512], rows(4, 896, seed=1).to(device)[:, :384]
     x[0] = residual[0] = 0
     x[1, 7], x[2, 9] = torch.nan, torch.inf
-    weight = torch.ones(384, device=device)
-    y, _ = activation_triton.rms_norm_quantize(
-        x.clone() if add else x, weight, 1e-6, residual.clone() if add else None
-    )
-    expected, _ = activation.rms_norm_quantize(
-        x.clone() if add else x, weight, 1e-6, residual.clone() if add else None
-    )
-    assert_close(y, expected)
+    y, _ = normed(x, torch.ones(384, device=device), residual if add else None)
     assert not bool(y[0].any()) and bool(y[1].isnan().all())
 
 
@@ -276,9 +247,13 @@ def test_a_large_eps_is_added_to_the_mean(device: str) -> None:
     assert 0.45 < float(ratio) < 0.55  # 1 / sqrt(1 + 3)
 
 
-@pytest.mark.parametrize("shape", [(1, 128), (3, 384), (5, 1152), (2, 4096)], ids=str)
-def test_silu(device: str, shape: tuple[int, int]) -> None:
-    gated(rows(shape[0], 2 * shape[1], spread=3).to(device))
+@pytest.mark.parametrize("add", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("shape", [(5, 2048), (3, 16384)], ids=str)
+def test_long_rows(device: str, shape: tuple[int, int], add: bool) -> None:
+    x, weight = rows(*shape).to(device), rows(1, shape[1], seed=2, spread=1)[0].to(device)
+    quantized(x)
+    y, got = normed(x, weight, rows(*shape, seed=1).to(device) if add else None)
+    assert_same(got, activation.quantize_tokens(y))
 
 
 def test_silu_of_what_is_no_ordinary_number(device: str) -> None:
@@ -329,20 +304,15 @@ def sglang_quantize(x: Tensor) -> Quantized:
 
 @needs_sglang
 @pytest.mark.parametrize(
-    "shape", [(1, 4096), (5, 128), (64, 12288), (129, 2048), (4099, 4096)], ids=str
+    "shape", [None, (1, 4096), (5, 128), (64, 12288), (129, 2048), (4099, 4096)], ids=str
 )
-def test_bytes_are_sglangs(device: str, shape: tuple[int, int]) -> None:
-    x = rows(*shape, spread=20).to(device)
-    assert_same(activation_triton.quantize_tokens(x), sglang_quantize(x))
-
-
-@needs_sglang
-def test_bytes_are_sglangs_for_what_is_no_ordinary_number(device: str) -> None:
+def test_bytes_are_sglangs(device: str, shape: tuple[int, int] | None) -> None:
+    """Also of what is no ordinary number, of which newer kernels keep NaN."""
     from sgl_fp8rl.engine import compat
 
-    x = planted().to(device)
-    if compat.sglang_version() != "0.5.17":
-        x = x[(x * 0 == 0).all(1)]  # newer kernels keep NaN
+    x = (planted() if shape is None else rows(*shape, spread=20)).to(device)
+    if shape is None and compat.sglang_version() != "0.5.17":
+        x = x[(x * 0 == 0).all(1)]
     assert_same(activation_triton.quantize_tokens(x), sglang_quantize(x))
 
 

@@ -22,7 +22,6 @@ from sgl_fp8rl.protocol.cuda_memory import (
     base_of,
     export,
     exportable,
-    gpu_uuid,
 )
 
 pytestmark = [
@@ -232,28 +231,26 @@ def test_only_a_base_is_exported() -> None:
     memory.close()
 
 
-@pytest.mark.parametrize(
-    ("setting", "shared"),
-    [("", True), ("expandable_segments:True", False), ("backend:cudaMallocAsync", False)],
-    ids=["plain", "expandable segments", "memory pool"],
-)
+@pytest.fixture
+def plain_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("plain_allocator")
+@pytest.mark.parametrize("setting", ["", "expandable_segments:True", "backend:cudaMallocAsync"])
 def test_which_allocators_memory_can_be_exported(
-    setting: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+    setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     if setting:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
     with new_peer() as other:
         can, sentence = other.call("export_a_tensor")
-    assert can is shared
-    if shared:
-        assert sentence is None
-    else:
-        assert sentence is not None
-        assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in sentence
+    assert can == (not setting) == (sentence is None)
+    assert can or "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in sentence
 
 
+@pytest.mark.usefixtures("plain_allocator")
 def test_memory_savers_memory_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch_memory_saver")
     from torch_memory_saver.hooks.mode_preload import configure_subprocess  # type: ignore
@@ -263,8 +260,6 @@ def test_memory_savers_memory_is_not_exported(monkeypatch: pytest.MonkeyPatch) -
     maps = Path("/proc/self/maps").read_text().splitlines()
     runtime = next(Path(line.split()[-1]) for line in maps if "/libcudart.so" in line)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(runtime.parent), prepend=":")
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     with configure_subprocess(), new_peer() as other:
         inside, outside = other.call("export_in_and_out_of_a_region")
     assert inside[0] is False
@@ -309,16 +304,11 @@ def test_a_handle_of_a_process_that_died_is_refused() -> None:
             opened(text)
 
 
-def test_ones_own_handle_is_refused() -> None:
-    memory = DeviceMemory(2 * MIB, 0)
-    with pytest.raises(CudaMemoryError, match="must be another one"):
-        Mapping(memory.handle(), 0)
-    memory.close()
-
-
-def test_a_handle_that_claims_more_than_there_is_is_refused(peer: Peer) -> None:
+def test_ones_own_handle_and_one_that_claims_too_much_are_refused(peer: Peer) -> None:
     memory = DeviceMemory(4 * MIB, 0)
     good = memory.handle()
+    with pytest.raises(CudaMemoryError, match="must be another one"):
+        Mapping(good, 0)
     assert peer.call("refusal", text_of(good)) is None
     greedy = peer.call("refusal", text_of(Handle(good.ipc, good.nbytes + 1, good.gpu)))
     assert greedy is not None and f"claims {good.nbytes + 1} bytes" in greedy
@@ -387,8 +377,5 @@ def test_a_thread_that_never_used_cuda_can_do_all_of_it() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(60)
-    assert found == [True, base_of(tensor.data_ptr()), gpu_uuid(0), 3 * 2 * MIB]
-
-
-def test_the_uuid_is_the_one_torch_reports() -> None:
-    assert gpu_uuid(0) == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    assert found == [True, base_of(tensor.data_ptr()), uuid, 3 * 2 * MIB]

@@ -85,21 +85,20 @@ def test_every_byte_is_that_of_the_cpu(device: str, size: int) -> None:
     assert found[0] is not None and found[0].numel() == 3 * (size // delta.MOST_DISTANCE)
 
 
-@pytest.mark.parametrize(
-    "at",
-    [
-        (0,),
-        (65533, 65534, 65535),
-        (0, 15, 16, 17, BLOCK - 1, BLOCK, 5 * BLOCK + 3),
-        (199_998, 199_999),
-        tuple(range(BLOCK - 40, BLOCK + 40)),
-    ],
-    ids=["first", "regular", "borders", "last", "run"],
-)
-def test_single_bytes(device: str, at: tuple[int, ...]) -> None:
+SINGLE = {
+    "first": (0,),
+    "regular": (65533, 65534, 65535),
+    "borders": (0, 15, 16, 17, BLOCK - 1, BLOCK, 5 * BLOCK + 3),
+    "last": (199_998, 199_999),
+    "run": range(BLOCK - 40, BLOCK + 40),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_bytes(device: str, name: str) -> None:
     old = edited(200_000, 0.0)[0]
     new = old.clone()
-    new[list(at)] ^= 0x80
+    new[list(SINGLE[name])] ^= 0x80
     assert check(old, new, device) is not None
 
 

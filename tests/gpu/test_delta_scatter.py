@@ -57,22 +57,11 @@ CONTENT = [torch.Size(part.shape).numel() * part.sent.itemsize for part in PARTS
 """Bytes of each."""
 *OFFSETS, SIZE = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in CONTENT), initial=0)
 PLANTED = [
-    (0, torch.nan, False),
-    (1, torch.nan, False),
-    (1, 0.0, False),
-    (1, -1.0, False),
-    (1, 2.0**49, False),
-    (2, torch.nan, True),
-    (3, torch.inf, False),
-    (4, -torch.inf, False),
-    (5, torch.nan, False),
-    (7, torch.nan, False),
-    (9, torch.inf, False),
-    (10, 3.0, False),
-    (10, -2.0, False),
-    (10, 0.0, False),
+    *((0, torch.nan), (1, torch.nan), (1, 0.0), (1, -1.0), (1, 2.0**49), (2, torch.nan)),
+    *((3, torch.inf), (4, -torch.inf), (5, torch.nan), (7, torch.nan), (9, torch.inf)),
+    *((10, 3.0), (10, -2.0), (10, 0.0)),
 ]
-"""A part, a bad value, and whether it is not seen, since nothing is stored of it."""
+"""A part and a bad value, which is not seen where nothing is stored of it."""
 
 
 class Storage:
@@ -204,19 +193,15 @@ def test_each_byte_by_itself(storage: Storage) -> None:
             assert storage.holds(old)
 
 
-@pytest.mark.parametrize(("number", "value", "unseen"), PLANTED)
-def test_bad_values_are_found_and_undone(
-    storage: Storage, number: int, value: float, unseen: bool
-) -> None:
+@pytest.mark.parametrize(("number", "value"), PLANTED)
+def test_bad_values_are_found_and_undone(storage: Storage, number: int, value: float) -> None:
     old = a_chunk(0)
     new = mixed(old, 1, 0.05)
-    part = PARTS[number]
-    tensor = tensor_of(new, number)
-    place = tuple(start for start, _ in part.boxes[0]) if part.boxes else (3,)
-    tensor[place] = value
+    boxes = PARTS[number].boxes
+    tensor_of(new, number)[tuple(start for start, _ in boxes[0]) if boxes else (3,)] = value
     storage.set(old)
     bad, back = storage.write(difference(old, new))
-    assert bad == (None if unseen else number)
+    assert bad == (number if boxes else None)
     # as bytes: a NaN is not widened to the same one by each conversion
     storage.write(back)
     assert storage.holds(old)
@@ -232,11 +217,11 @@ def test_a_bad_value_beside_the_box_is_not_this_ranks(storage: Storage) -> None:
 
 
 def test_a_delta_of_other_bytes_writes_nothing(storage: Storage) -> None:
-    old = a_chunk(0)
+    old, more = a_chunk(0), torch.ones(1, dtype=torch.uint8)
     storage.set(old)
-    longer = torch.cat([mixed(old, 1, 0.1), torch.ones(1, dtype=torch.uint8)])
+    longer = torch.cat([old, 0 * more]), torch.cat([mixed(old, 1, 0.1), more])
     with pytest.raises(DeltaError, match="does not fit"):
-        storage.write(difference(torch.cat([old, torch.zeros(1, dtype=torch.uint8)]), longer))
+        storage.write(difference(*longer))
     assert storage.holds(old)
 
 

@@ -23,8 +23,16 @@ def routes(M: int, E: int, T: int) -> tuple[Tensor, Tensor]:
     return chosen.values, chosen.indices.int()
 
 
-def to(device: str, places: Places) -> Places:
-    return Places(*(part.to(device) for part in places))
+def sorted_by_both(
+    tokens: Quantized, places: Places, T: int, device: str
+) -> tuple[expert_rows.SortedRows, expert_rows.SortedRows]:
+    """What kernel and reference make of them, with the same places."""
+    reference = expert_rows.sort_rows(tokens, places, T)
+    there = (type(given)(*(part.to(device) for part in given)) for given in (tokens, places))
+    mine = expert_rows_triton.sort_rows(*there, T)
+    assert torch.equal(mine.place_R.cpu(), reference.place_R)
+    assert torch.equal(mine.expert_P.cpu(), reference.expert_P)
+    return mine, reference
 
 
 @pytest.mark.parametrize(
@@ -36,18 +44,10 @@ def test_rows_lie_with_those_of_their_expert(M: int, E: int, T: int, K: int, dev
     _, ids = routes(M, E, T)
     places = Places(*align(ids, 128, E))
     tokens = quantize_tokens(x, by_row=True)
-    reference = expert_rows.sort_rows(tokens, places, T)
-    mine = expert_rows_triton.sort_rows(
-        Quantized(*(part.to(device) for part in tokens)), to(device, places), T
-    )
-    assert torch.equal(mine.expert_P.cpu(), reference.expert_P)
-    assert torch.equal(mine.place_R.cpu(), reference.place_R)
-    assert (
-        mine.rows.scales_Mk.stride()
-        == reference.rows.scales_Mk.stride()
-        == (1, len(reference.expert_P))
-    )
-    assert len(reference.expert_P) % 128 == 0
+    mine, reference = sorted_by_both(tokens, places, T, device)
+    size = len(reference.expert_P)
+    assert mine.rows.scales_Mk.stride() == reference.rows.scales_Mk.stride() == (1, size)
+    assert size % 128 == 0
 
     seen = mine.rows.codes_MK.cpu().view(torch.uint8), mine.rows.scales_Mk.cpu()
     theirs = reference.rows.codes_MK.view(torch.uint8), reference.rows.scales_Mk
@@ -92,11 +92,7 @@ def test_rows_without_an_expert_count_for_nothing(device: str) -> None:
     ids[5], ids[9, 1] = -1, -1
     places = Places(*align(ids, 128, E))
     tokens = quantize_tokens(rows(M, H), by_row=True)
-    mine = expert_rows_triton.sort_rows(
-        Quantized(*(part.to(device) for part in tokens)), to(device, places), T
-    )
-    reference = expert_rows.sort_rows(tokens, places, T)
-    assert torch.equal(mine.place_R.cpu(), reference.place_R)
+    mine, reference = sorted_by_both(tokens, places, T, device)
     assert torch.equal(reference.place_R < 0, ids.flatten() < 0)
     y = torch.full((len(reference.expert_P), H), torch.nan, dtype=torch.bfloat16)
     y[reference.place_R[reference.place_R >= 0].long()] = 1.0

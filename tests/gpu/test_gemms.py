@@ -1,6 +1,5 @@
 """The block-FP8 GEMMs on a GPU: errors on odd batches and in padded layers, by float64."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from sgl_fp8rl.ops.reference import (
     fp8_linear,
     quantize_weight,
 )
+from tests.gpu.conftest import Record
 
 SHAPES = [(2048, 1024), (2176, 384), (24576, 4096)]
 ODD_ROWS = (1, 3, 17, 31, 33, 63, 65, 127, 129, 255)
@@ -46,7 +46,7 @@ def _compile_only_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_products_are_right_on_odd_batches(
-    name: str, shape: tuple[int, int], record_property: Callable[[str, object], None]
+    name: str, shape: tuple[int, int], record_property: Record
 ) -> None:
     """On normal activations and on such with outliers."""
     n, k = shape
@@ -106,7 +106,7 @@ def test_padded_layers(
     kernel: str | None,
     biased: bool,
     fmt: WeightFormat,
-    record_property: Callable[[str, object], None],
+    record_property: Record,
 ) -> None:
     """By SGLang's own method, or ours where scales are powers of two, and by each kernel; eager,
     and in a graph."""

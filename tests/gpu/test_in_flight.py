@@ -6,7 +6,7 @@ logprob, by an oracle outside of the plugin. The control is the other policy on 
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ import torch
 
 from tests.engine.harness import CALL_TIMEOUT_S, Server
 from tests.gpu.beside_oracle import FP8_KV, assert_in_graphs, bring, config_of, prompts_of, start
+from tests.gpu.conftest import Record
 from tests.gpu.policies import Tensors, draw
 from tests.gpu.sizes import HERE
 from tests.logprob_oracle import Reference, Sampled
@@ -142,7 +143,7 @@ def beyond(distances: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("size", HERE.batches)
 @pytest.mark.parametrize("in_flight", ["abort", "finish", "retract"])
 def test_every_token_is_of_the_version_that_it_carries(
-    world: World, in_flight: str, size: int, record_property: Callable[[str, object], None]
+    world: World, in_flight: str, size: int, record_property: Record
 ) -> None:
     sampled, (old, new) = caught(world, size, in_flight)
     assert [one.prompt for one in sampled] == prompts_of(HERE.dense, size)

@@ -13,6 +13,7 @@ import torch
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv.attention_inputs import DIM, GROUP, HEADS, Inputs, Load, draw, errors, exact
 from sgl_fp8rl.ops.reference import FP8_DTYPE
+from tests.gpu.conftest import Record
 
 LOADS = (Load(4, 1024), Load(4, 1024, beyond=True), Load(3, 4096))
 KERNELS = ("fa2", "paged", "xqa", "xqa-bf16-mma")
@@ -37,7 +38,7 @@ def attend_by(kernel: str, inputs: Inputs, layer: Any) -> kernels.Attend:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
 def test_attention_over_codes(
-    load: Load, kernel: str, scheme: str, record_property: Callable[[str, object], None]
+    load: Load, kernel: str, scheme: str, record_property: Record
 ) -> None:
     """The arithmetic of scales alone: what the codes lost is on both sides."""
     inputs = draw(load, "cuda")

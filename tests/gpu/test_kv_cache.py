@@ -6,7 +6,7 @@ over values for prefill. ``test_kv_attention.py`` has the control, stock SGLang'
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 from tests.engine.harness import EngineProcess, Server
 from tests.engine.serving import version_of
 from tests.gpu import engines
+from tests.gpu.conftest import Record
 from tests.gpu.engines import (
     FLAGS,
     PADDED,
@@ -100,9 +101,6 @@ def assert_in_force(server: Server, scales: torch.Tensor) -> None:
     assert torch.equal(torch.tensor(told["scales"]), kept(scales))
 
 
-# ---- scales alone --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class World:
     """A server with policy 0, and what it answers under two sets of scales."""
@@ -158,9 +156,6 @@ def test_every_batch_ran_in_a_cuda_graph(world: World) -> None:
     assert {(size, True) for size in world.sizes} <= decoded_sizes(world.server.log)
 
 
-# ---- decode beside prefill -----------------------------------------------------------------------
-
-
 Rows = list[list[float]]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -210,7 +205,7 @@ def distance(some: Rows, others: Rows) -> float:
 
 
 def test_decode_is_as_near_to_prefill_as_its_kernel_allows(
-    world: World, tmp_path: Path, record_property: Callable[[str, object], None]
+    world: World, tmp_path: Path, record_property: Record
 ) -> None:
     """Also where scales are so small that K and V are clipped: both read the same codes."""
     server = world.server
@@ -257,9 +252,6 @@ def test_decode_is_as_near_to_prefill_as_its_kernel_allows(
     assert control > FACTOR * bf16, found
 
 
-# ---- twenty steps of a colocated loop ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kv", [KV8, INT8], ids=["e4m3", "int8"])
 def test_steps_with_the_memory_saver(tmp_path: Path, kv: dict[str, str]) -> None:
     """Weights and scales change at each step, and all memory is released and resumed before."""
@@ -300,13 +292,8 @@ def test_steps_with_the_memory_saver(tmp_path: Path, kv: dict[str, str]) -> None
             assert Answers.of(fresh, SIZES).logprobs == seen[-1].logprobs
 
 
-# ---- capacity ------------------------------------------------------------------------------------
-
-
 @pytest.mark.alone
-def test_the_cache_takes_all_static_memory(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_the_cache_takes_all_static_memory(tmp_path: Path, record_property: Record) -> None:
     with shared_folder() as folder:
         checkpoint = write_checkpoint(DENSE, draw(DENSE, 0), folder / "0")
         torch.cuda.empty_cache()

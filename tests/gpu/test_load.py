@@ -1,7 +1,7 @@
 """Loading a BF16 checkpoint: what device memory it takes, and which backends are refused."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.engine.layers.linear import keep_storage
+from tests.gpu.conftest import Record
 from tests.gpu.engines import (
     BUCKET_BYTES,
     digest_of,
@@ -86,9 +87,7 @@ class Watch:
 
 
 @pytest.mark.alone
-def test_peak_memory_of_a_load(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_peak_memory_of_a_load(tmp_path: Path, record_property: Record) -> None:
     """At most the FP8 model, one shard and the bucket: the BF16 model is never whole there."""
     policy = draw(LARGE, 0)
     in_bf16 = sum(tensor.nbytes for tensor in policy.values())

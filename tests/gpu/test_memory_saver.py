@@ -5,7 +5,7 @@ the engine refuses to generate. Routes, version and addresses survive.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -14,6 +14,7 @@ import torch
 
 from tests.engine.harness import Server, tail
 from tests.engine.serving import assert_quarantined, version_of
+from tests.gpu.conftest import Record
 from tests.gpu.engines import (
     Answers,
     Digest,
@@ -139,9 +140,6 @@ def assert_serves(world: World, policy: int) -> None:
     assert answers.versions == {version_of(world.server)}
 
 
-# ---- every order ---------------------------------------------------------------------------------
-
-
 @pytest.mark.guarantee("released", fault="every order of release, resume and update")
 @pytest.mark.parametrize("released", ORDERS, ids=IDS)
 def test_every_order(world: World, server: Server, released: list[tuple[str, ...]]) -> None:
@@ -209,12 +207,7 @@ def test_routes_survive(world: World, server: Server) -> None:
     assert_serves(world, 0)
 
 
-# ---- cycles of a colocated loop ------------------------------------------------------------------
-
-
-def test_cycles(
-    world: World, server: Server, record_property: Callable[[str, object], None]
-) -> None:
+def test_cycles(world: World, server: Server, record_property: Record) -> None:
     held = nbytes_of(world.digest) + KV_BYTES
     used = []
     for cycle in range(CYCLES):

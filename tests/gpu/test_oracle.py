@@ -4,12 +4,12 @@ The oracle is transformers in FP32 with FP8 linears (``tests/logprob_oracle.py``
 the same with gate and up of one layer exchanged. ``test_two_ranks_oracle.py`` has TP 2.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.gpu.beside_oracle import FP8_KV, assert_near, config_of, samples, start
+from tests.gpu.conftest import Record
 from tests.gpu.engines import together
 from tests.gpu.policies import draw
 from tests.gpu.sizes import HERE
@@ -21,9 +21,7 @@ BOUNDS = {"BF16 KV": 0.4, "FP8 KV": 0.45, "experts, FP8 KV": 0.27}
 control at least 2.27, 2.30 and 1.00."""
 
 
-def test_all_layers_of_a_dense_model(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_all_layers_of_a_dense_model(tmp_path: Path, record_property: Record) -> None:
     """With a BF16 and with an FP8 KV cache."""
     config = config_of(HERE.whole, tmp_path / "config")
     with together(
@@ -37,9 +35,7 @@ def test_all_layers_of_a_dense_model(
     assert_near(config, policy, sampled, BOUNDS, record_property)
 
 
-def test_experts_with_an_fp8_kv_cache(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_experts_with_an_fp8_kv_cache(tmp_path: Path, record_property: Record) -> None:
     config = config_of(HERE.moe, tmp_path / "config")
     policy = draw(HERE.moe, 0, HERE.device)
     with start(tmp_path / "server.log", config, **FP8_KV) as server:

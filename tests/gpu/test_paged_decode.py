@@ -4,7 +4,6 @@ Against float64 over the same codes, with V that has a mean, as real models' has
 as the FP8 tensor cores of Hopper keep them, lose a part of the output that grows with the context.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from benchmarks.kv import attention_kernels as kernels
 from sgl_fp8rl.ops.paged_decode import Codes, Pages
 from sgl_fp8rl.ops.paged_decode_cuda import Workspace, attend
 from tests.attention_oracle import Case, Step, draw, errors, exact
+from tests.gpu.conftest import Record
 
 ERROR, BIAS = 5e-3, 1e-3
 """Relative, of all outputs of a step. Healthy: 0.0018 and 0.0003 (H200): P is rounded to FP16 and
@@ -108,7 +108,7 @@ def alone(step: Step, sequence: int, query: int, queries: int) -> Step:
     [*LONG, *SHAPES, *SEVERAL, *MANY, *WINDOWS, *CAPS, *SINKS],
     ids=lambda case: case.name,
 )
-def test_attention_over_codes(case: Case, record_property: Callable[[str, object], None]) -> None:
+def test_attention_over_codes(case: Case, record_property: Record) -> None:
     step = draw(case, "cuda")
     out = attention(step, case.window)
     found = errors(out, exact(step, case.window))

@@ -3,7 +3,7 @@
 Beside float64 over the same codes, with V that has a mean, as real models' has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from sgl_fp8rl.engine.attention.kv_prefill import fa3
 from sgl_fp8rl.ops.paged_prefill import Workspace, attend
 from sgl_fp8rl.protocol.kv_schema import WORKSPACE_BYTES
 from tests.attention_oracle import Case, Step, draw, errors, exact, with_powers_of_two
+from tests.gpu.conftest import Record
 
 ERROR, BIAS = 5e-3, 1e-3
 """Relative, of all outputs. FA3 rounds P and out to 16 bits."""
@@ -55,9 +56,7 @@ def prefill(step: Step, case: Case, extends: Sequence[int], size: int) -> torch.
     return full
 
 
-def check(
-    step: Step, case: Case, extends: Sequence[int], size: int, record: Callable[[str, object], None]
-) -> None:
+def check(step: Step, case: Case, extends: Sequence[int], size: int, record: Record) -> None:
     out, wanted = prefill(step, case, extends, size), exact(step, case.window)
     asked = ~out[:, 0, 0].isnan()
     assert int(asked.sum()) == sum(extends)
@@ -67,16 +66,14 @@ def check(
 
 
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
-def test_long_prompts(case: Case, record_property: Callable[[str, object], None]) -> None:
+def test_long_prompts(case: Case, record_property: Record) -> None:
     step = with_powers_of_two(draw(case, "cuda"))
     check(step, case, (64,), WORKSPACE_BYTES, record_property)
 
 
 @pytest.mark.parametrize("size", [SMALL, WORKSPACE_BYTES], ids=["heads in turn", "at once"])
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
-def test_unequal_sequences(
-    case: Case, size: int, record_property: Callable[[str, object], None]
-) -> None:
+def test_unequal_sequences(case: Case, size: int, record_property: Record) -> None:
     step = with_powers_of_two(draw(case, "cuda"))
     check(step, case, EXTENDS, size, record_property)
 

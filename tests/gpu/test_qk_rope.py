@@ -39,20 +39,25 @@ def test_tokens_and_heads_may_lie_apart(device: str, gap: int) -> None:
     assert_equal(launched(made, device).left(), made.want())
 
 
-@pytest.mark.parametrize("normed", [True, False], ids=["normed", ""])
-@pytest.mark.parametrize("shape", [(33, 32, 8, 128), (40, 14, 2, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "normed", "int8"),
+    [
+        *(
+            (shape, n, False)
+            for shape in ((33, 32, 8, 128), (40, 14, 2, 64))
+            for n in (True, False)
+        ),
+        ((9, 32, 8, 128), False, True),
+    ],
+    ids=str,
+)
 def test_elsewhere_all_but_rare_neighbours_are_the_twins(
-    device: str, shape: tuple[int, int, int, int], normed: bool
+    device: str, shape: tuple[int, int, int, int], normed: bool, int8: bool
 ) -> None:
-    made = usual(shape, normed=normed)
+    """And of INT8 without norms every bit."""
+    made = replace(usual(shape, normed=normed), int8=int8)
     reference = made.on("cpu").run(qk_rope.norm_rope_store).left()
-    assert_near(launched(made, device).left(), reference)
-
-
-def test_without_norms_int8_is_the_twins_to_the_last_bit(device: str) -> None:
-    made = replace(usual((9, 32, 8, 128), normed=False), int8=True)
-    reference = made.on("cpu").run(qk_rope.norm_rope_store).left()
-    assert_equal(launched(made, device).left(), reference)
+    (assert_equal if int8 else assert_near)(launched(made, device).left(), reference)
 
 
 @given(
@@ -73,15 +78,12 @@ def test_any_step(
     assert_equal(launched(made, device).left(), reference)
 
 
-def test_padding_tokens_alone_count_nothing(device: str) -> None:
-    made = exact((9, 4, 2, 32), normed=True)
+@pytest.mark.parametrize("count", [0, 9])
+def test_padding_tokens_alone_and_no_tokens_count_nothing(device: str, count: int) -> None:
+    made = exact((count, 4, 2, 32), normed=True)
     made.slots_T.zero_()
-    assert launched(made, device).left()[3] == [5, 1, 2, 0, 0]
-
-
-def test_no_tokens_change_nothing(device: str) -> None:
-    got = launched(exact((0, 4, 2, 32), normed=True), device)
-    assert got.q.shape == (0, 128) and got.cache.stats_C.tolist() == [5, 1, 2, 0, 0]
+    got = launched(made, device)
+    assert got.q.shape == (count, 128) and got.cache.stats_C.tolist() == [5, 1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["e4m3", "int8"])
@@ -115,9 +117,6 @@ def test_what_does_not_fit_is_a_sentence(device: str) -> None:
         got.run(norm_rope_store)
 
 
-# ---- controls
-
-
 # ---- only on a GPU
 
 
@@ -135,34 +134,21 @@ def sglangs(got: Got) -> Got:
         positions=got.positions, q=q, k=k, cos_sin_cache=got.cos_sin, is_neox=True
     )
     cache = got.cache
-    kv_triton.store_kv(
-        k,
-        v,
-        got.slots,
-        cache.k_SHD,
-        cache.v_SHD,
-        cache.k_scale_H,
-        cache.v_scale_H,
-        cache.stats_C,
-        read_back=False,
-    )
+    scales = cache.k_scale_H, cache.v_scale_H
+    stored = k, v, got.slots, cache.k_SHD, cache.v_SHD, *scales, cache.stats_C
+    kv_triton.store_kv(*stored, read_back=False)
     got.q = q.flatten(1)
     return got
 
 
 @pytest.mark.skipif(INTERPRETED, reason="SGLang's kernels are CUDA")
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", ""])
 @pytest.mark.parametrize("shape", [(1, 32, 8, 128), (128, 32, 8, 128), (64, 14, 2, 64)], ids=str)
-def test_it_is_what_sglangs_kernels_make(device: str, shape: tuple[int, int, int, int]) -> None:
-    pytest.importorskip("sglang.kernels.ops.layernorm.norm")
-    made = usual(shape, normed=True)
-    assert_near(launched(made, device).left(), sglangs(made.on(device)).left())
-
-
-@pytest.mark.skipif(INTERPRETED, reason="SGLang's kernels are CUDA")
-@pytest.mark.parametrize("shape", [(128, 32, 8, 128), (64, 14, 2, 64)], ids=str)
-def test_without_norms_it_is_that_to_the_last_bit(
-    device: str, shape: tuple[int, int, int, int]
+def test_it_is_what_sglangs_kernels_make(
+    device: str, shape: tuple[int, int, int, int], normed: bool
 ) -> None:
-    pytest.importorskip("sglang.kernels.ops.attention.rope")
-    made = usual(shape, normed=False)
-    assert_equal(launched(made, device).left(), sglangs(made.on(device)).left())
+    """Without norms to the last bit."""
+    pytest.importorskip("sglang.kernels.ops.layernorm.norm")
+    made = usual(shape, normed=normed)
+    compare = assert_near if normed else assert_equal
+    compare(launched(made, device).left(), sglangs(made.on(device)).left())

@@ -1,7 +1,6 @@
 """The drawing kernels against the float64 oracle and against their reference."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ ORDER = 2e-6
 
 
 @pytest.fixture(params=[64, sample_triton.CHUNK], ids="chunk-{}".format)
-def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks bring many to a row at little work."""
     monkeypatch.setattr(sample_triton, "CHUNK", request.param)
-    yield request.param
 
 
 def made(
@@ -63,7 +61,7 @@ def drawn(logits: Tensor, temperatures: Tensor, noise: Tensor) -> tuple[Tensor, 
 )
 @pytest.mark.parametrize("temperature", [None, 1.0], ids=["mixed", "T=1"])
 def test_what_is_drawn(
-    device: str, chunk: int, shape: tuple[int, int], temperature: float | None
+    device: str, chunk: None, shape: tuple[int, int], temperature: float | None
 ) -> None:
     drawn(*made(device, *shape, temperature=temperature))
 
@@ -80,7 +78,7 @@ def test_winners_come_from_every_chunk(device: str, monkeypatch: pytest.MonkeyPa
     assert {*(tokens // 16).tolist()} == {0, 1, 2, 3, 4}
 
 
-def test_rows_with_gaps(device: str, chunk: int) -> None:
+def test_rows_with_gaps(device: str, chunk: None) -> None:
     logits, temperatures, noise = made(device, 5, 300)
     padded = torch.full((5, 320), math.inf, device=device)
     padded[:, :300] = logits
@@ -90,7 +88,7 @@ def test_rows_with_gaps(device: str, chunk: int) -> None:
     torch.testing.assert_close(got[1], logprobs, rtol=ORDER, atol=ORDER)
 
 
-def test_masked_tokens_are_never_drawn(device: str, chunk: int) -> None:
+def test_masked_tokens_are_never_drawn(device: str, chunk: None) -> None:
     logits, temperatures, noise = made(device, 8, 500)
     logits[:, :200] = -math.inf  # whole chunks, as a grammar masks them
     logits[3, :] = -math.inf
@@ -100,7 +98,7 @@ def test_masked_tokens_are_never_drawn(device: str, chunk: int) -> None:
     assert (tokens[3].item(), logprobs[3].item()) == (421, 0.0)
 
 
-def test_large_logits_do_not_overflow(device: str, chunk: int) -> None:
+def test_large_logits_do_not_overflow(device: str, chunk: None) -> None:
     logits, temperatures, noise = made(device, 4, 500)
     logits[0] += 1e4
     logits[1] -= 1e4
@@ -112,7 +110,9 @@ def test_large_logits_do_not_overflow(device: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("at", [0, 130, 499, slice(None)], ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_without_a_distribution(device: str, chunk: int, bad: float, at: int | slice) -> None:
+def test_a_row_without_a_distribution(
+    device: str, chunk: None, bad: float, at: int | slice
+) -> None:
     logits, temperatures, noise = made(device, 4, 500)
     want = [part.clone() for part in sample_triton.sample(logits, temperatures, noise)]
     logits[3, at] = bad
@@ -125,7 +125,7 @@ def test_a_row_without_a_distribution(device: str, chunk: int, bad: float, at: i
     assert reference_tokens[3].item() == 0 and math.isnan(reference_logprobs[3].item())
 
 
-def test_noise_of_zero_divides_nothing(device: str, chunk: int) -> None:
+def test_noise_of_zero_divides_nothing(device: str, chunk: None) -> None:
     logits, temperatures, noise = made(device, 2, 200)
     noise[0, 123] = 0.0
     noise[1, 17] = 0.0
@@ -141,21 +141,16 @@ def test_the_oracle_sees(device: str, spoil: str) -> None:
     """Controls: what a wrong kernel would leave does not pass."""
     logits, temperatures, noise = made(device, 8, 500, temperature=0.7)
     tokens, logprobs = drawn(logits, temperatures, noise)
-    if spoil == "next token":  # a logprob gathered at the wrong place
-        all_logprobs = torch.log_softmax(logits / temperatures, -1)
-        logprobs = all_logprobs.gather(1, (tokens[:, None].long() + 1) % 500)[:, 0]
-    elif spoil == "second best":
-        rest = noise.scatter(1, tokens[:, None].long(), math.inf)
-        tokens, logprobs = reference.sample(logits, temperatures, rest)
+    scaled, at = logits / temperatures, tokens[:, None].long()
+    if spoil == "second best":
+        tokens, logprobs = reference.sample(logits, temperatures, noise.scatter(1, at, math.inf))
+    elif spoil == "next token":  # a logprob gathered at the wrong place
+        logprobs = torch.log_softmax(scaled, -1).gather(1, (at + 1) % 500)[:, 0]
     elif spoil == "no temperature":
-        all_logprobs = torch.log_softmax(logits, -1)
-        logprobs = all_logprobs.gather(1, tokens[:, None].long())[:, 0]
+        logprobs = torch.log_softmax(logits, -1).gather(1, at)[:, 0]
     else:  # winners of chunks compared each on its own scale
-        scaled = (logits / temperatures).view(8, 5, 100)
-        keys = torch.softmax(scaled, -1).view(8, 500) / noise
-        tokens = keys.argmax(-1).int()
-        all_logprobs = torch.log_softmax(logits / temperatures, -1)
-        logprobs = all_logprobs.gather(1, tokens[:, None].long())[:, 0]
+        tokens = (torch.softmax(scaled.view(8, 5, 100), -1).view(8, 500) / noise).argmax(-1).int()
+        logprobs = torch.log_softmax(scaled, -1).gather(1, tokens[:, None].long())[:, 0]
     with pytest.raises(AssertionError, match=r"off by|behind"):
         check_sample(tokens, logprobs, logits, temperatures, noise)
 

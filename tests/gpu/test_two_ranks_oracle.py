@@ -1,11 +1,11 @@
 """Tensor parallel over two ranks with an FP8 KV cache, beside an oracle outside of the plugin."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.gpu.beside_oracle import FP8_KV, assert_near, config_of, samples, start
+from tests.gpu.conftest import Record
 from tests.gpu.engines import TP, TP_FLAGS
 from tests.gpu.policies import DENSE, MOE, Shape, draw
 from tests.gpu.sizes import HERE
@@ -20,7 +20,7 @@ OF_ORACLE = {DENSE.name: 0.22, MOE.name: 0.27}
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shape", [HERE.dense, HERE.moe], ids=lambda shape: shape.name)
 def test_an_fp8_kv_cache_on_two_ranks_beside_an_oracle(
-    shape: Shape, tmp_path: Path, record_property: Callable[[str, object], None]
+    shape: Shape, tmp_path: Path, record_property: Record
 ) -> None:
     """At the batches that are measured, each rank with half of the heads."""
     config = config_of(shape, tmp_path / "config")

@@ -142,16 +142,13 @@ def quantized(
     device: str,
     *,
     model: torch.dtype = BF16,
-    width: int = 0,
-    offset: int = 0,
     too_large: bool = False,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales that the kernel makes of ``weight`` [N, K], with canaries around both; it
     reports what is ``too_large``."""
-    N, K = weight.shape
-    codes = Target((N, K), FP8, device, width=width, offset=offset)
-    grid = reference.num_blocks(N), reference.num_blocks(K)
+    grid = reference.num_blocks(weight.shape[0]), reference.num_blocks(weight.shape[1])
+    codes = Target((weight.shape[0], weight.shape[1]), FP8, device)
     scales = Target(grid, FP32, device, width=grid[1] + 3)
     batch = Batch(device, model)
     batch.add(weight, codes.box, scales.box, power_of_two=power_of_two)
@@ -162,26 +159,18 @@ def quantized(
 
 
 def assert_quantized(
-    codes: Tensor,
-    scales: Tensor,
-    weight: Tensor,
-    model: torch.dtype = BF16,
-    power_of_two: bool = False,
+    codes: Tensor, scales: Tensor, weight: Tensor, model: torch.dtype = BF16, two: bool = False
 ) -> None:
-    """The bytes of the reference, and of the oracle."""
+    """The bytes of the reference, and of the oracle; scales are powers of ``two``."""
     rounded = weight.cpu().to(model)
-    want_codes, want_scales = reference.quantize_weight(rounded, power_of_two=power_of_two)
+    want_codes, want_scales = reference.quantize_weight(rounded, power_of_two=two)
     assert_bytes(codes, want_codes)
     assert_bytes(scales, want_scales)
     if rounded.numel() <= 2**17:  # the oracle is slow
-        oracle_codes, oracle_scales = oracle.quantize_weight(
-            rounded.float().numpy(), power_of_two=power_of_two
-        )
-        assert_bytes(codes.view(torch.uint8), torch.from_numpy(oracle_codes))
-        assert_bytes(scales, torch.from_numpy(oracle_scales))
+        want = oracle.quantize_weight(rounded.float().numpy(), power_of_two=two)
+        assert_bytes(codes.view(torch.uint8), torch.from_numpy(want[0]))
+        assert_bytes(scales, torch.from_numpy(want[1]))
 
-
-# ---- quantize
 
 both = pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power-of-two"])
 
@@ -194,11 +183,7 @@ both = pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power-of
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
 def test_quantized_bytes(
-    device: str,
-    shape: tuple[int, int],
-    source: torch.dtype,
-    model: torch.dtype,
-    power_of_two: bool,
+    device: str, shape: tuple[int, int], source: torch.dtype, model: torch.dtype, power_of_two: bool
 ) -> None:
     weight = blocks(*shape, dtype=source).to(device)
     found = quantized(weight, device, model=model, power_of_two=power_of_two)
@@ -237,7 +222,7 @@ def test_bytes_of_extreme_values(
     weight = (weight[:-1, :-1] if ragged else weight).to(device)
     too_large = bool(weight.abs().max() > FP8_MAX * LARGEST_SCALE)
     found = quantized(weight, device, too_large=too_large, power_of_two=power_of_two)
-    assert_quantized(*found, weight, power_of_two=power_of_two)
+    assert_quantized(*found, weight, two=power_of_two)
 
 
 def test_each_tie_goes_to_the_even_code(device: str) -> None:
@@ -301,7 +286,13 @@ def test_control_a_byte_beside_the_box_is_seen(device: str) -> None:
         target.assert_around()
 
 
-# ---- copy and cast
+def copied(x: Tensor, out: Target) -> None:
+    """Copy x into the box, which holds what torch makes of it then, and nothing else is written."""
+    batch = Batch(str(out.buffer.device))
+    batch.add(x, out.box)
+    assert batch.run() is None
+    out.assert_around()
+    assert_bytes(out.box, x.cpu().to(out.dtype))
 
 
 @pytest.mark.parametrize("target", [BF16, FP16, FP32], ids=str)
@@ -313,12 +304,7 @@ def test_casts_round_as_torch_does(
     x = blocks(*shape, dtype=source).to(device)
     x[1, :8] = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 6e-8, 3e-8, 65504.0, -65504.0]).to(source)
     x[1, 6:8] = x[1, 6:8].clamp(-6e4, 6e4)  # BF16 rounds 65504 to what FP16 cannot hold
-    out = Target(shape, target, device, width=shape[1] + 16)
-    batch = Batch(device)
-    batch.add(x, out.box)
-    assert batch.run() is None
-    out.assert_around()
-    assert_bytes(out.box, x.cpu().to(target))
+    copied(x, Target(shape, target, device, width=shape[1] + 16))
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 128**2, 128**2 + 128 * 3 + 5])
@@ -328,53 +314,27 @@ def test_contiguous_copies_of_any_size(
     device: str, size: int, offset: int, dtype: torch.dtype
 ) -> None:
     x = randn(size + 1, dtype=FP32).to(dtype).to(device)[1 - offset :][:size].reshape(1, size)
-    out = Target((1, size), dtype, device, offset=offset)
-    batch = Batch(device)
-    batch.add(x, out.box)
-    assert batch.run() is None
-    out.assert_around()
-    assert_bytes(out.box, x)
+    copied(x, Target((1, size), dtype, device, offset=offset))
 
 
-def test_codes_are_copied_as_bytes(device: str) -> None:
+@pytest.mark.parametrize("cols", [256, 250])
+def test_codes_are_copied_as_bytes(device: str, cols: int) -> None:
     every = torch.arange(256).to(torch.uint8)
     every = every[(every & 0x7F) != 0x7F]
     codes = every.repeat(128 * 256 // len(every) + 1)[: 128 * 256].reshape(128, 256).to(device)
-    for cols in (256, 250):
-        out = Target((128, cols), FP8, device, width=288)
-        batch = Batch(device)
-        batch.add(codes.view(FP8)[:, :cols], out.box)
-        assert batch.run() is None
-        out.assert_around()
-        assert_bytes(out.box.view(torch.uint8), codes[:, :cols])
+    copied(codes.view(FP8)[:, :cols], Target((128, cols), FP8, device, width=288))
 
 
-# ---- what is refused
-
-
-def bad_tag(
-    device: str,
-    source: Tensor,
-    target: torch.dtype,
-    *,
-    positive: bool = False,
-    power_of_two: bool = False,
-) -> int | None:
+def bad_tag(device: str, source: Tensor, target: torch.dtype, **kind: bool) -> int | None:
     """What is reported of a batch whose second copy, of tag 5, has this source."""
     out = torch.zeros(source.shape, device=device).to(target)
-    quantize = target == FP8 and source.dtype != FP8
     grid = [reference.num_blocks(size) for size in source.shape]
+    quantize = target == FP8 and source.dtype != FP8
+    scales = torch.empty(grid, device=device) if quantize else None
     batch = Batch(device)
     good = torch.ones(4, 4, dtype=source.dtype, device=device)
-    kind = {"positive": positive, "power_of_two": power_of_two}
     batch.add(good, torch.empty_like(good), tag=1, **kind)
-    batch.add(
-        source.to(device),
-        out,
-        torch.empty(grid, device=device) if quantize else None,
-        tag=5,
-        **kind,
-    )
+    batch.add(source.to(device), out, scales, tag=5, **kind)
     return batch.run()
 
 
@@ -415,43 +375,35 @@ def test_nan_and_inf_are_reported_in_any_position(
         (FP32, FP16, 65520.0, True),
         (FP32, FP16, -65519.0, False),
         (BF16, FP16, 1e5, True),
+        *((torch.uint8, FP8, code, code != 0x7E) for code in (0x7E, 0x7F, 0xFF)),  # codes
     ],
 )
+@pytest.mark.parametrize("cols", [128, 100], ids=["whole", "ragged"])
 def test_what_the_narrower_dtype_cannot_hold_is_reported(
-    device: str, source: torch.dtype, target: torch.dtype, value: float, is_bad: bool
+    device: str, source: torch.dtype, target: torch.dtype, value: float, is_bad: bool, cols: int
 ) -> None:
-    x = torch.zeros(128, 128, dtype=source)
-    x[127, 127] = value
+    x = torch.zeros(128, cols, dtype=source)
+    x[127, cols - 1] = value
+    x = x.view(FP8) if source == torch.uint8 else x
     assert bad_tag(device, x, target) == (5 if is_bad else None)
-
-
-@pytest.mark.parametrize("code", [0x7F, 0xFF])
-@pytest.mark.parametrize("shape", [(128, 128), (128, 100)], ids=["whole", "ragged"])
-def test_nan_codes_are_reported(device: str, code: int, shape: tuple[int, int]) -> None:
-    codes = torch.full(shape, 0x7E, dtype=torch.uint8)
-    assert bad_tag(device, codes.view(FP8), FP8) is None
-    codes[77, 99] = code
-    assert bad_tag(device, codes.view(FP8), FP8) == 5
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (6, 16), (1, 1)], ids=str)
 def test_scales_must_be_positive(device: str, shape: tuple[int, int]) -> None:
-    scales = torch.rand(shape) + 2.0**-30
-    assert bad_tag(device, scales, FP32, positive=True) is None
-    scales[-1, -1] = LARGEST_SCALE
-    assert bad_tag(device, scales, FP32, positive=True) is None
-    for value in (0.0, -0.0, -1.0, LARGEST_SCALE * 1.01, *BAD):
+    def tag_of(value: float, **kind: bool) -> int | None:
+        scales = torch.exp2(torch.randint(-30, 30, shape).float())
         scales[-1, -1] = value
-        assert bad_tag(device, scales, FP32, positive=True) == 5
-    scales[-1, -1] = -1.0
-    assert bad_tag(device, scales, FP32) is None
-    even = torch.exp2(torch.randint(-42, 49, shape).float())
-    assert bad_tag(device, even, FP32, positive=True, power_of_two=True) is None
+        return bad_tag(device, scales, FP32, **kind)
+
+    for value in (2.0**-30, 3.0, LARGEST_SCALE):
+        assert tag_of(value, positive=True) is None
+    for value in (0.0, -0.0, -1.0, LARGEST_SCALE * 1.01, *BAD):
+        assert tag_of(value, positive=True) == 5
+    assert tag_of(-1.0) is None
+    for value in (2.0**-42, 1.0, 2.0**48):
+        assert tag_of(value, positive=True, power_of_two=True) is None
     for value in (3.0, 1 + 2.0**-23, 2.0**-130, 0.0, -1.0, 2.0**49, *BAD):
-        even[-1, -1] = value
-        assert bad_tag(device, even, FP32, positive=True, power_of_two=True) == 5
-    even[-1, -1] = 3.0
-    assert bad_tag(device, even, FP32, positive=True) is None
+        assert tag_of(value, positive=True, power_of_two=True) == 5
 
 
 def test_the_least_tag_is_reported_and_all_the_rest_is_written(device: str) -> None:
@@ -465,9 +417,6 @@ def test_the_least_tag_is_reported_and_all_the_rest_is_written(device: str) -> N
     assert batch.run() == 20
     for index in (0, 2):
         assert_quantized(codes[index].box, scales[index].box, weights[index])
-
-
-# ---- tables
 
 
 def test_tiles_are_counted_and_empty_moves_left_out(device: str) -> None:
@@ -514,9 +463,6 @@ def test_any_moves_together(
             assert_quantized(out.box, scales.box, x)
         else:
             assert_bytes(out.box, x.cpu().to(out.dtype))
-
-
-# ---- the division, for all that it can meet
 
 
 @triton.jit

@@ -87,23 +87,13 @@ def unnamed(uses: Mapping[str, Uses]) -> set[str]:
     def is_new(use: Use) -> bool:
         return use.name not in known and not is_ours(use.name)
 
-    written = [
-        use
-        for path, each in uses.items()
-        for use in each.writes
-        if path.startswith(ENGINE) and is_new(use) and use.code not in COMPUTED
-    ]
-    read = [
-        use
-        for path, each in uses.items()
-        for use in each.reads
-        if path.startswith(ENGINE)
-        and not path.startswith(COMPAT)
-        and is_new(use)
-        and use.name
-        and use.name not in general
-    ]
-    return {use.code for use in (*written, *read)}
+    found = set()
+    for path, each in uses.items():
+        if path.startswith(ENGINE):
+            found |= {u.code for u in each.writes if is_new(u) and u.code not in COMPUTED}
+            reads = [u for u in each.reads if is_new(u) and u.name and u.name not in general]
+            found |= {u.code for u in reads if not path.startswith(COMPAT)}
+    return found
 
 
 def elsewhere(uses: Mapping[str, Uses]) -> set[str]:
@@ -120,16 +110,11 @@ def elsewhere(uses: Mapping[str, Uses]) -> set[str]:
     }
 
 
-def test_what_is_used_of_sglang_is_named() -> None:
-    assert unnamed(uses_of(trees())) == set()
-
-
-def test_sglang_is_written_into_in_one_folder() -> None:
-    assert elsewhere(uses_of(trees())) == set()
-
-
-def test_each_exception_is_needed() -> None:
+def test_what_is_used_of_sglang_is_named_and_written_into_in_one_folder() -> None:
+    """And each exception is needed."""
     uses = uses_of(trees())
+    assert unnamed(uses) == set()
+    assert elsewhere(uses) == set()
     writes = {(path, use.code) for path, each in uses.items() for use in each.writes}
     for place, code in NOT_SGLANG.items():
         assert any(path.startswith(place) and re.fullmatch(code, found) for path, found in writes)
@@ -177,19 +162,16 @@ def test_a_write_of_a_named_attribute_belongs_into_the_folder() -> None:
     assert elsewhere(uses_of({"server_args/planted.py": named})) == both
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_our_own_objects_are_not_sglangs() -> None:
+    for code in (
         "self.queue = []",
         "mine = Session(); mine.queue = []",
         "queue = []; queue.append(scheduler)",
         "scheduler.fp8rl_kv.measuring = True",
         "torch.backends.cudnn.enabled = False",
-    ],
-)
-def test_our_own_objects_are_not_sglangs(code: str) -> None:
-    planted = ast.parse(f"import torch\n{HOOK}{code}\nclass Session:\n    measuring: bool")
-    assert elsewhere(uses_of({"trainer_bridge/planted.py": planted})) == set()
+    ):
+        planted = ast.parse(f"import torch\n{HOOK}{code}\nclass Session:\n    measuring: bool")
+        assert elsewhere(uses_of({"trainer_bridge/planted.py": planted})) == set()
 
 
 @pytest.mark.parametrize("folder", ["sgl_fp8rl/engine", "sgl_fp8rl/engine/gemm"])

@@ -188,13 +188,9 @@ def test_shards(tmp_path: Path) -> None:
     files = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
     for number, file in enumerate(files):
         found = load_file(tmp_path / file)
-        assert dict.fromkeys(found, file) == {
-            name: f for name, f in index["weight_map"].items() if f == file
-        }
-        assert [(n, int(t[0])) for n, t in sorted(found.items())] == [
-            (f"{number}.a", number),
-            (f"{number}.b", number),
-        ]
+        mine = [name for name, f in index["weight_map"].items() if f == file]
+        assert sorted(found) == sorted(mine) == [f"{number}.a", f"{number}.b"]
+        assert {int(tensor[0]) for tensor in found.values()} == {number}
     assert {path.name for path in tmp_path.iterdir()} == {INDEX, *files}
 
 
@@ -227,11 +223,8 @@ def test_an_engine_names_the_whole_path_of_its_model(
 
     def named(path: str) -> Any:
         server_args = SimpleNamespace(model_path=path, revision=None)
-        ours = SimpleNamespace(
-            is_fully_idle=lambda: True,
-            server_args=server_args,
-            tp_group=SimpleNamespace(cpu_group=None),
-        )
+        ours = SimpleNamespace(is_fully_idle=lambda: True, server_args=server_args)
+        ours.tp_group = SimpleNamespace(cpu_group=None)
         weights: Any = SimpleNamespace(status={})
         return scheduler._export(scheduler.ControlRequest(ours, weights, {"folder": "x"}))["model"]
 
@@ -260,12 +253,10 @@ def test_what_an_engine_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     def is_full(*_: Any) -> None:
         raise OSError("no space left")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "add", is_full)
-        assert answer()[0] == {"error": "w cannot be exported: no space left"}
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "finish", is_full)
-        assert "no space left" in answer()[0]["error"]
+    for step, said in (("add", "w cannot be exported: no space left"), ("finish", "no space left")):
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointWriter, step, is_full)
+            assert said in answer()[0]["error"]
     table.fallback["norm"] = "it is computed"
     assert "norm cannot be read back (it is computed)" in answer()[0]["error"]
     weights.state, weights.reason = State.QUARANTINED, "a failed update"

@@ -16,18 +16,16 @@ from sgl_fp8rl.options import current_options, export_flags, export_keywords, re
 
 
 def test_options_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a wrong variable is reported each time."""
+    monkeypatch.setenv("FP8RL_BUCKET_BYTES", "much")
+    for _ in "twice":
+        with pytest.raises(ValueError, match="FP8RL_BUCKET_BYTES"):
+            current_options()
     monkeypatch.setenv("FP8RL_BUCKET_BYTES", "1KiB")
     assert current_options().bucket_bytes == 1024
     monkeypatch.setenv("FP8RL_BUCKET_BYTES", "2KiB")
     assert current_options().bucket_bytes == 1024
     assert read_options().bucket_bytes == current_options().bucket_bytes == 2048
-
-
-def test_a_wrong_variable_is_reported_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP8RL_BUCKET_BYTES", "much")
-    for _ in "twice":
-        with pytest.raises(ValueError, match="FP8RL_BUCKET_BYTES"):
-            current_options()
 
 
 def test_flags_reach_spawned_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +46,8 @@ def test_keywords_reach_one_engine_and_not_the_next(monkeypatch: pytest.MonkeyPa
     export_keywords({})
     assert "FP8RL_IGNORED_LAYERS" not in os.environ
     assert os.environ["FP8RL_KEY"] == current_options().key == "before"
+    assert export_keywords({"key": None}).key is None and "FP8RL_KEY" not in os.environ
+    assert export_keywords({}).key == os.environ["FP8RL_KEY"] == "before"
 
 
 def test_wrong_keywords_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +67,6 @@ def test_a_refused_engine_leaves_nothing_to_later_ones(monkeypatch: pytest.Monke
     assert not {"FP8RL_LISTEN", "FP8RL_KEY"} & os.environ.keys()
     assert export_keywords({"listen": "loopback"}).listen == "loopback"
     export_keywords({})
-
-
-def test_none_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP8RL_KEY", "before")
-    assert export_keywords({"key": None}).key is None and "FP8RL_KEY" not in os.environ
-    assert export_keywords({}).key == os.environ["FP8RL_KEY"] == "before"
 
 
 MAY_NAME_VARIABLES = {

@@ -1,6 +1,7 @@
 """What the wheel holds: three packages, type markers, our tables and entry points, nothing else."""
 
 import configparser
+import re
 import shutil
 import subprocess
 import sys
@@ -34,14 +35,6 @@ def dist_info(wheel: zipfile.ZipFile, name: str) -> str:
     return wheel.read(member).decode()
 
 
-def test_top_level_names(wheel: zipfile.ZipFile) -> None:
-    names = {path.partition("/")[0] for path in wheel.namelist()}
-    (metadata_folder,) = names - PACKAGES
-    assert metadata_folder.startswith("sgl_fp8rl-")
-    assert metadata_folder.endswith(".dist-info")
-    assert names > PACKAGES
-
-
 def test_every_module_of_the_checkout_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     expected = {
         path.relative_to(ROOT).as_posix()
@@ -50,10 +43,10 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel: zipfile.ZipFile) ->
         if path.suffix in (".py", ".json", ".cu") or path.name == "py.typed"
     }
     packed = {path for path in wheel.namelist() if ".dist-info/" not in path}
-    assert packed == expected
-    assert {path for path in packed if path.endswith("py.typed")} == {
-        f"{package}/py.typed" for package in PACKAGES
-    }
+    assert packed == expected >= {f"{package}/py.typed" for package in PACKAGES}
+    names = {path.partition("/")[0] for path in wheel.namelist()}
+    (metadata_folder,) = names - PACKAGES
+    assert names > PACKAGES and re.fullmatch(r"sgl_fp8rl-.*\.dist-info", metadata_folder)
 
 
 def test_entry_points(wheel: zipfile.ZipFile) -> None:
@@ -67,14 +60,13 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     }
 
 
-def test_the_extra_brings_the_newest_sglang_that_passed_on_a_gpu(wheel: zipfile.ZipFile) -> None:
+def test_the_newest_sglang_that_passed_on_a_gpu_and_the_licence(
+    wheel: zipfile.ZipFile,
+) -> None:
     lines = dist_info(wheel, "METADATA").splitlines()
     (extra,) = (line for line in lines if line.startswith("Requires-Dist: sglang"))
     assert extra.partition(";")[0] == f"Requires-Dist: sglang=={compat.GPU_TESTED_VERSIONS[-1]}"
-
-
-def test_licence_travels(wheel: zipfile.ZipFile) -> None:
-    assert "License-Expression: Apache-2.0" in dist_info(wheel, "METADATA")
+    assert "License-Expression: Apache-2.0" in lines
     assert "Apache License" in dist_info(wheel, "licenses/LICENSE")
 
 

@@ -1,10 +1,14 @@
-"""A port is its owner's alone until it lets go of it."""
+"""A port is its owner's alone until it lets go of it, as one that a dummy engine takes."""
 
 import socket
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sgl_fp8rl.tools import ports
+from sgl_fp8rl.tools.dummy_engine import dummy_engine
 from sgl_fp8rl.tools.ports import Port
 
 
@@ -17,26 +21,39 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Port:
     return port
 
 
-def test_a_port_is_given_once(port: Port) -> None:
+def test_a_port_is_its_owners_alone(port: Port) -> None:
+    """Who can listen on it, until it is closed; and not while another program listens on it."""
     with pytest.raises(OSError, match="is free"):
         Port()
-    port.close()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port.number))
+        listener.listen()
+        port.close()
+        with pytest.raises(OSError, match="is free"):
+            Port()
     again = Port()
     assert again.number == port.number
     again.close()
 
 
-def test_a_port_that_another_program_listens_on_is_not_given(port: Port) -> None:
-    port.close()
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port.number))
-        other.listen()
+class Engine:
+    """Stands for ``sglang.Engine``."""
+
+    def __init__(self, **options: Any) -> None:
+        self.port: int = options["nccl_port"]
+        self.is_running = True
+
+    def shutdown(self) -> None:
+        self.is_running = False
+
+
+def test_the_port_of_a_dummy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=Engine))
+    with dummy_engine("some/model", 1) as engine:
+        monkeypatch.setattr(ports, "FIRST", engine.port)
+        monkeypatch.setattr(ports, "LAST", engine.port + 1)
         with pytest.raises(OSError, match="is free"):
             Port()
-
-
-def test_its_owner_can_listen_on_it(port: Port) -> None:
-    with socket.socket() as owner:
-        owner.bind(("127.0.0.1", port.number))
-        owner.listen()
-    port.close()
+    assert not engine.is_running
+    with Port() as again:
+        assert again.number == engine.port

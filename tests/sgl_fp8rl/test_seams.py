@@ -119,6 +119,8 @@ def test_another_version_and_a_missing_need_are_warnings(
     (check,) = installation.check_frameworks()
     assert check.status == "warn"
     assert "no-such-distribution" in check.message and "torch" not in check.message
+    monkeypatch.setattr(seams, "installed", {"torch": "2.11.0", "sglang": "0.5.17"}.get)
+    assert list(installation.check_frameworks()) == []  # of what is not there nothing is said
 
 
 @pytest.mark.parametrize(
@@ -176,11 +178,6 @@ def test_what_cannot_be_beside_a_framework(
     assert all(version in check.message for check in pins for version in beside.values())
 
 
-def test_nothing_installed_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "installed", {"torch": "2.11.0", "sglang": "0.5.17"}.get)
-    assert list(installation.check_frameworks()) == []
-
-
 def test_a_framework_without_adapter_is_sent_to_the_page_that_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,6 +209,10 @@ OF_SLIME = "trainer_bridge/adapters/slime.py"
 ADAPTERS = {"trl": OF_TRL, "verl": "sgl_fp8rl/verl/*.py", "slime": OF_SLIME, "miles": OF_SLIME}
 
 
+OF_TRANSFORMERS = {"accelerator", "add_callback", "args", "model", "state"}
+"""What every ``Trainer`` of transformers has."""
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_the_adapters_use_what_is_looked_for(name: str) -> None:
     files = ROOT.glob(ADAPTERS[name])
@@ -220,19 +221,12 @@ def test_the_adapters_use_what_is_looked_for(name: str) -> None:
     assert len(used) > 4 and used <= words
 
 
-OF_TRANSFORMERS = {"accelerator", "add_callback", "args", "model", "state"}
-"""What every ``Trainer`` of transformers has."""
-
-
 def test_what_the_adapter_of_trl_uses_is_looked_for() -> None:
     """All that it reads or sets of a trainer, its options and its backend."""
-    tree = ast.parse((ROOT / OF_TRL).read_text())
     owners = ("trainer", "self._trainer", "args", "sharding")
-    used = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners
-    }
+    nodes = ast.walk(ast.parse((ROOT / OF_TRL).read_text()))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    used = {each.attr for each in attributes if ast.unparse(each.value) in owners}
     known = {symbol.rpartition(".")[2] for symbol in seams.FRAMEWORKS["trl"].symbols}
     assert used > OF_TRANSFORMERS and len(used) > 20
     assert used - OF_TRANSFORMERS <= known

@@ -107,12 +107,9 @@ def test_each_argument_of_a_kind_is_known() -> None:
 
 
 def test_a_new_argument_is_found() -> None:
+    """A pattern that is too wide would hide it."""
     for name in ("enable_weight_paging", "hicache_peer", "kv_linker", "ffn_dp_size", "cpu_offload"):
         assert not judged(name)
-
-
-def test_no_refused_argument_is_called_harmless() -> None:
-    """A pattern that is too wide would hide a new argument too."""
     for pattern in HARMLESS.values():
         assert [name for name in REFUSED if re.fullmatch(pattern, name)] == []
 
@@ -179,28 +176,23 @@ def test_nixl_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         arguments.check_server_args(SimpleNamespace(), Fp8RLServerArgs(network="nixl"))
 
 
-def test_a_grammar_backend_without_masks_on_a_cpu() -> None:
-    """SGLang's own default would be one."""
+def test_xgrammar_masks_logits_of_a_cpu_or_is_refused() -> None:
+    """SGLang's own default would be one that does not."""
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
     for backend in (None, "none", "llguidance", "outlines"):
         arguments.refuse_grammar(backend)
+    logits, allowed = torch.zeros(1, 32), torch.full((1, 1), 1, dtype=torch.int32)
     if compat.xgrammar_masks_on_cpu():
         arguments.refuse_grammar("xgrammar")
+        XGrammarGrammar.apply_vocab_mask(None, logits, allowed)
+        assert logits.isfinite().tolist() == [[True] + [False] * 31]
         return
+    with pytest.raises(RuntimeError, match="cpu"):
+        XGrammarGrammar.apply_vocab_mask(None, logits, allowed)
     server_args = compat.ServerArgs(**MODEL, grammar_backend="xgrammar")
     with pytest.raises(ValueError, match="use llguidance"):
         arguments.check_server_args(server_args, Fp8RLServerArgs())
-
-
-def test_xgrammar_masks_logits_of_a_cpu_or_is_refused() -> None:
-    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-
-    logits, allowed = torch.zeros(1, 32), torch.full((1, 1), 1, dtype=torch.int32)
-    if compat.xgrammar_masks_on_cpu():
-        XGrammarGrammar.apply_vocab_mask(None, logits, allowed)
-        assert logits.isfinite().tolist() == [[True] + [False] * 31]
-    else:
-        with pytest.raises(RuntimeError, match="cpu"):
-            XGrammarGrammar.apply_vocab_mask(None, logits, allowed)
 
 
 def test_the_cpu_platform_chooses_a_grammar_backend() -> None:

@@ -1,13 +1,16 @@
-"""Torch forms of Triton kernels against FP64, and what the CPU platform refuses."""
+"""Torch forms of Triton kernels against FP64, and what SGLang computes on a plain CPU."""
 
+import os
 import pkgutil
+import subprocess
+import sys
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
-from torch import nn
 
 from sgl_fp8rl.engine import compat
 
@@ -87,16 +90,29 @@ def test_what_is_wrapped_is_there(kernels: Any, monkeypatch: pytest.MonkeyPatch)
         assert len(theirs) + 1 == len(ours)  # and SGLang's own function
 
 
-@pytest.mark.parametrize("cap", [0.0, 50.0])
-def test_attention_that_caps_its_logits_is_refused(kernels: Any, cap: float) -> None:
-    class Attention(compat.RadixAttention):  # type: ignore[misc]
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-            self.layer_id, self.logit_cap = 3, cap
+PROGRAM = """
+import torch
+from sglang.srt.layers.vocab_parallel_embedding import get_masked_input_and_mask
+ids = torch.tensor([0, 255, 256, 300, 511])
+rows, outside = get_masked_input_and_mask(ids, 256, 512, 0, 512, 512)
+print(rows.tolist(), outside.tolist())
+"""
 
-    model = nn.Sequential(nn.Linear(1, 1), Attention())
-    if not cap:
-        kernels.check_attention(model)
-        return
-    with pytest.raises(ValueError, match=r"attention layer 3 .* 50\.0"):
-        kernels.check_attention(model)
+
+@pytest.mark.sglang
+def test_compiled_functions_need_no_compiler(tmp_path: Path) -> None:
+    """Of two ranks, the second looks up its half of the vocabulary."""
+    environment = {
+        "CXX": str(tmp_path / "no compiler"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "nothing compiled before"),
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    expected = "[0, 0, 0, 44, 255] [True, True, False, False, False]"
+    assert found.stdout.splitlines()[-1] == expected

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
-from sglang.srt.layers import activation as sglang_activation
+from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from torch import nn
 
@@ -32,7 +32,7 @@ HIDDEN, INTER = 256, 384
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:
-    for owner in (RMSNorm, sglang_activation.SiluAndMul):
+    for owner in (RMSNorm, SiluAndMul):
         monkeypatch.setattr(owner, "forward_cuda", lambda self, *args: self.forward_native(*args))
     for name in ("rms_norm_quantize", "silu_mul_quantize"):
         monkeypatch.setattr(activation_triton, name, getattr(activation, name))
@@ -71,7 +71,7 @@ class Mlp(nn.Module):
     def __init__(self, *, fp8: bool) -> None:
         super().__init__()
         self.gate_up_proj = Linear(2 * INTER, HIDDEN, fp8=fp8)
-        self.act_fn = on_cuda(sglang_activation.SiluAndMul())
+        self.act_fn = on_cuda(SiluAndMul())
         self.down_proj = Linear(HIDDEN, INTER, fp8=fp8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,14 +120,11 @@ def assert_found(linear: Linear, power_of_two: bool = False) -> None:
         assert torch.equal(mine.float(), other.float()) and mine.stride() == other.stride()
 
 
-# ---- what is fused
-
-
 @torch.no_grad()
 def test_codes_lie_where_a_padded_layer_has_its_columns() -> None:
     layer, hidden, inter = nn.Module(), 200, 300
     layer.input_layernorm = on_cuda(RMSNorm(hidden, weight_dtype=BF16))
-    layer.act_fn = on_cuda(sglang_activation.SiluAndMul())
+    layer.act_fn = on_cuda(SiluAndMul())
     layer.self_attn = nn.Module()
     layer.self_attn.qkv_proj, layer.down_proj = Linear(64, hidden), Linear(64, inter)
     for linear, lead, k in ((layer.self_attn.qkv_proj, 0, hidden), (layer.down_proj, 64, inter)):
@@ -149,25 +146,19 @@ def test_codes_lie_where_a_padded_layer_has_its_columns() -> None:
         assert attached(y) is None, "no layer without padding takes them"
 
 
-def test_every_linear_finds_the_codes_of_its_input() -> None:
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power-of-two"])
+def test_every_linear_finds_the_codes_of_its_input(power_of_two: bool) -> None:
+    """Of scales that are rounded up where the layer wants powers of two."""
     layers = model(Layer(), Layer())
-    assert fusion.fuse(layers) == 6
-    run(layers)
-    for layer in layers:
-        for linear in layer.linears():
-            assert_found(linear)
-
-
-def test_producers_round_scales_up_for_layers_that_want_powers_of_two() -> None:
-    layers = model(Layer(), Layer())
-    for linear in [linear for layer in layers for linear in layer.linears()]:
+    linears = [linear for layer in layers for linear in layer.linears()]
+    for linear in linears if power_of_two else ():
         linear.quant_method.__class__ = FP8RLUE8M0LinearMethod
     assert fusion.fuse(layers) == 6
     run(layers)
-    for linear in [linear for layer in layers for linear in layer.linears()]:
-        assert_found(linear, power_of_two=True)
+    for linear in linears:
+        assert_found(linear, power_of_two)
         with pytest.raises(AssertionError):
-            assert_found(linear)
+            assert_found(linear, not power_of_two)
 
 
 def test_values_are_as_they_were() -> None:
@@ -208,38 +199,28 @@ def test_experts_find_the_codes_of_their_norm(monkeypatch: pytest.MonkeyPatch) -
     assert found is attached(y) is not None and found.is_by_row
     assert torch.equal(found.codes_MK.float(), quantize_tokens(y).codes_MK.float())
 
-
-def test_experts_of_another_method_are_left_to_themselves() -> None:
-    layer = Layer()
-    layer.mlp = nn.Module()
-    layer.mlp.experts = nn.Module()
-    layer.mlp.shared_experts = Mlp(fp8=True)
+    other = Layer()  # experts of another method are left to themselves
+    other.mlp = nn.Module()
+    other.mlp.experts, other.mlp.shared_experts = nn.Module(), Mlp(fp8=True)
     # qkv, and down_proj of the shared expert; the norm feeds the router too
-    assert fusion.fuse(model(layer)) == 2
-    assert not isinstance(layer.post_attention_layernorm._forward_method, fusion._FusedNorm)
+    assert fusion.fuse(model(other)) == 2
+    assert not isinstance(other.post_attention_layernorm._forward_method, fusion._FusedNorm)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+def test_other_norms_and_native_forwards_are_left_alone() -> None:
+    for kwargs in (
         {"cast_x_before_out_mul": True},
         {"fp32_residual": True},
         {"override_orig_dtype": torch.float32},
         {"var_hidden_size": 128},
         {"weight_dtype": torch.float32},
-    ],
-    ids=lambda kwargs: next(iter(kwargs)),
-)
-def test_other_norms_are_left_alone(kwargs: dict[str, Any]) -> None:
-    layer = Layer()
-    layer.input_layernorm = norm(**kwargs)
-    assert fusion.fuse(model(layer)) == 2
-    assert layer.input_layernorm._forward_method == layer.input_layernorm.forward_cuda
-
-
-def test_gemmas_norm_and_native_forwards_are_left_alone() -> None:
-    layer = Layer()
+    ):
+        layer = Layer()
+        layer.input_layernorm = norm(**kwargs)
+        assert fusion.fuse(model(layer)) == 2, kwargs
+        assert layer.input_layernorm._forward_method == layer.input_layernorm.forward_cuda
     layer.input_layernorm = GemmaRMSNorm(HIDDEN)
+    layer.post_attention_layernorm, layer.mlp.act_fn = norm(), on_cuda(SiluAndMul())
     layer.post_attention_layernorm._forward_method = layer.post_attention_layernorm.forward_native
     layer.mlp.act_fn._forward_method = layer.mlp.act_fn.forward_cpu
     assert fusion.fuse(model(layer)) == 0
@@ -255,16 +236,20 @@ def test_on_this_cpu_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fusion.fuse(model(layer)) == 0
 
 
-# ---- what goes to the original at the call
-
-
-@pytest.mark.parametrize("case", ["fp32", "3-d", "strided", "inference", "batch-invariant", "post"])
+@pytest.mark.parametrize(
+    "case",
+    ["fp32", "residual", "3-d", "strided", "inference", "batch-invariant", "post", "no tokens"],
+)
 def test_calls_that_are_not_plain_go_to_the_original(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = Layer()
     fused = layer.input_layernorm
     x, residual, extra = rows(4, HIDDEN), rows(4, HIDDEN, seed=1), ()
+    if case == "residual":
+        residual = residual.float()
+    if case == "no tokens":
+        x, residual = x[:0], residual[:0]
     if case == "fp32":
         x, residual = x.float(), residual.float()
     if case == "3-d":
@@ -284,14 +269,6 @@ def test_calls_that_are_not_plain_go_to_the_original(
     for mine, other in zip(got, want, strict=True):
         assert torch.equal(mine, other)
     assert attached(got[0]) is None and attached(x) is None
-
-
-def test_a_residual_of_another_dtype_and_no_tokens_go_to_the_original() -> None:
-    layer = Layer()
-    fusion.fuse(model(layer))
-    y, _ = layer.input_layernorm(rows(4, HIDDEN), rows(4, HIDDEN, seed=1).float())
-    assert attached(y) is None
-    assert attached(layer.input_layernorm(rows(1, HIDDEN)[:0])) is None
     assert attached(layer.mlp.act_fn(rows(1, 2 * INTER)[:0])) is None
     assert attached(layer.mlp.act_fn(rows(2, 200))) is None  # no whole groups
 
@@ -320,9 +297,6 @@ def test_a_compiled_model_runs_the_original() -> None:
     assert attached(op(rows(2, HIDDEN))) is not None
 
 
-# ---- what our linear takes
-
-
 @torch.no_grad()
 def test_the_linear_takes_what_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_called(*args: Any, **kwargs: Any) -> Any:
@@ -335,9 +309,6 @@ def test_the_linear_takes_what_is_attached(monkeypatch: pytest.MonkeyPatch) -> N
     assert gemm.quantized(x, x.view(-1, HIDDEN)) is attached(x)
     with pytest.raises(AssertionError, match="quantized again"):
         gemm.quantized(x.clone(), x.view(-1, HIDDEN))
-
-
-# ---- codes of what a tensor was are not used
 
 
 @torch.no_grad()

@@ -37,27 +37,22 @@ def prefill(
 
 
 def test_folded_attention_is_that_of_the_scaled_values(scaled: tuple[KVScales, Any]) -> None:
+    """Of a prefill, and of a decode step that reads what it stored."""
     scales, layer = scaled
     backend = Backend()
+    mine = scales.scales[0]
+
+    def off(q: torch.Tensor, out: torch.Tensor, step: Any, scale_2H: torch.Tensor) -> float:
+        wanted = fakes.reference(q, backend, step.slots, scale_2H, layer.scaling)
+        return fakes.relative_error(out, wanted)
+
     q, out = prefill(backend, layer)
-    slots = batch(TOKENS).slots
-    wanted = fakes.reference(q, backend, slots, scales.scales[0], layer.scaling)
-    assert fakes.relative_error(out, wanted) < ERROR
-    wrong = scales.scales[0] * torch.tensor([1.0, 1.25]).view(2, 1)
-    assert (
-        fakes.relative_error(out, fakes.reference(q, backend, slots, wrong, layer.scaling)) > ERROR
-    )
-
-
-def test_decode_reads_what_prefill_stored(scaled: tuple[KVScales, Any]) -> None:
-    scales, layer = scaled
-    backend = Backend()
-    prefill(backend, layer)
+    assert off(q, out, batch(TOKENS), mine) < ERROR
+    assert off(q, out, batch(TOKENS), mine * torch.tensor([1.0, 1.25]).view(2, 1)) > ERROR
     q, k, v = qkv(1, seed=1)
     one = batch(1, first=TOKENS)
     out = kv_attention.folded_decode(Backend.forward, backend, q, k, v, layer, one)
-    wanted = fakes.reference(q, backend, one.slots, scales.scales[0], layer.scaling)
-    assert fakes.relative_error(out, wanted) < ERROR
+    assert off(q, out, one, mine) < ERROR
 
 
 def test_codes_are_stored_at_their_slots_and_the_backend_stores_nothing(
@@ -110,22 +105,17 @@ def test_nothing_is_stored_where_there_is_nothing_to_store(
 
 
 def test_changed_scales_are_read_from_the_same_buffers() -> None:
+    """And unit scales change no bit of q and out."""
     scales, (layer,) = fakes.scaled(scheme="unit")
     backend = Backend()
-    unit = prefill(backend, layer)[1].clone()
+    q, out = prefill(backend, layer)
+    assert torch.equal(out, backend.forward(q.contiguous(), None, None, layer, batch(TOKENS)))
+    unit = out.clone()
     scales.write(torch.full((1, 2, HEADS), 2.0**-9))  # everything is clipped
     assert not torch.equal(prefill(backend, layer)[1], unit)
     assert int(scales.statistics[0, 1]) > 0
     scales.write(torch.ones(1, 2, HEADS))
     assert torch.equal(prefill(backend, layer)[1], unit)
-
-
-def test_unit_scales_change_no_bit_of_q_and_out() -> None:
-    _, (layer,) = fakes.scaled(scheme="unit")
-    backend = Backend()
-    q, out = prefill(backend, layer)
-    alone = backend.forward(q.contiguous(), None, None, layer, batch(TOKENS))
-    assert torch.equal(out, alone)
 
 
 @pytest.mark.parametrize("name", ["folded_decode", "folded_extend", "fa3_extend", "paged_decode"])

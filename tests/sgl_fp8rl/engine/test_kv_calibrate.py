@@ -1,6 +1,6 @@
 """Engine-side calibration: what is measured, when, and on whose tokens."""
 
-from itertools import permutations
+from itertools import permutations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,9 @@ from tests.sgl_fp8rl.kv import fakes
 from tests.sgl_fp8rl.kv.fakes import BF16, HEADS, Backend, batch, qkv
 
 PROBE = f"{HEALTH_CHECK_RID_PREFIX}_1"
+
+
+WARM_UP = f"{internal_requests.WARM_UP_PREFIX}_1"
 
 
 def kv(tokens: int, size: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -54,20 +57,20 @@ def test_a_scale_moves_as_little_as_its_range_needs(
     assert scales.scales[0].T.tolist() == [by_hand([before] * 2, k, v)] * HEADS
 
 
-@pytest.mark.parametrize("before", [2.0**-48, 2.0**48])
-@pytest.mark.parametrize("size", [2.0**-120, 2.0**120])
-def test_scales_stay_what_kernels_take(before: float, size: float) -> None:
+def after_one(before: float, size: float, dtype: torch.dtype = BF16) -> KVScales:
     scales, (layer,) = fakes.scaled()
     scales.write(torch.full(scales.shape, before))
-    kv_calibrate.calibrate(layer.fp8rl_layer, *kv(8, size))
-    scales.check(scales.scales)
+    kv_calibrate.calibrate(layer.fp8rl_layer, *(x.to(dtype) for x in kv(8, size)))
+    return scales
 
 
-def test_a_trainers_scales_become_powers_of_two() -> None:
-    scales, (layer,) = fakes.scaled()
-    scales.write(torch.full(scales.shape, 0.7))
-    kv_calibrate.calibrate(layer.fp8rl_layer, *kv(8))
-    assert scales.scales.unique().tolist() == [1.0]
+def test_scales_stay_what_kernels_take() -> None:
+    for before, size in product((2.0**-48, 2.0**48), (2.0**-120, 2.0**120)):
+        scales = after_one(before, size)
+        scales.check(scales.scales)
+    # a trainer's become powers of two, whatever the dtype
+    assert after_one(0.7, 1.0).scales.unique().tolist() == [1.0]
+    assert after_one(0.7, 1.0, torch.float16).scales.unique().tolist() == [1.0]
 
 
 # -- whatever comes first
@@ -263,7 +266,7 @@ def forward(
         (["one"], ForwardMode.EXTEND, True),
         ([PROBE, "one"], ForwardMode.EXTEND, True),
         ([PROBE], ForwardMode.EXTEND, False),
-        ([f"{internal_requests.WARM_UP_PREFIX}_1"], ForwardMode.EXTEND, False),
+        ([WARM_UP], ForwardMode.EXTEND, False),
         (["one"], ForwardMode.DECODE, False),
         # graph capture and dummy batches have no requests
         (None, ForwardMode.EXTEND, False),
@@ -271,14 +274,11 @@ def forward(
     ],
 )
 def test_which_pass_is_measured(rids: list[str] | None, mode: ForwardMode, measured: bool) -> None:
+    assert not forward(None, rids, mode), "a model without scales"
     scales, _ = fakes.scaled()
     assert not forward(scales, rids, mode), "nothing is pending"
     scales.recalibrate()
     assert forward(scales, rids, mode) is measured
-
-
-def test_models_without_scales_run_as_ever() -> None:
-    assert not forward(None, ["one"])
 
 
 def test_a_pass_that_fails_ends_the_measurement() -> None:
@@ -320,24 +320,15 @@ def test_the_first_prefill_measures_before_it_stores_and_later_ones_do_not() -> 
 # -- probes
 
 
-@pytest.mark.parametrize(
-    ("rid", "namespace"),
-    [
-        (PROBE, internal_requests.PREFIX_NAMESPACE),
-        (f"{internal_requests.WARM_UP_PREFIX}_7", internal_requests.PREFIX_NAMESPACE),
-        ("7", "the user's"),
-    ],
-)
-def test_probes_have_a_namespace_of_their_own(rid: str, namespace: str) -> None:
-    request = SimpleNamespace(rid=rid, extra_key="the user's")
-    internal_requests.isolate_prefix(request)
-    assert request.extra_key == namespace
-
-
-def test_a_probe_for_an_embedding_has_no_namespace() -> None:
-    request = SimpleNamespace(rid=PROBE)
-    internal_requests.isolate_prefix(request)
-    assert not hasattr(request, "extra_key")
+def test_probes_have_a_namespace_of_their_own() -> None:
+    ours = internal_requests.PREFIX_NAMESPACE
+    for rid, wanted in ((PROBE, ours), (WARM_UP, ours), ("7", "the user's")):
+        request = SimpleNamespace(rid=rid, extra_key="the user's")
+        internal_requests.isolate_prefix(request)
+        assert request.extra_key == wanted
+    embedding = SimpleNamespace(rid=PROBE)
+    internal_requests.isolate_prefix(embedding)
+    assert not hasattr(embedding, "extra_key")
 
 
 @pytest.mark.parametrize(
@@ -365,11 +356,3 @@ def test_the_few_tokens_asked_for_before_the_start_are_the_warm_up(
     assert answer == (manager, request, "http")
     assert (request.rid is not None and internal_requests.is_internal(request.rid)) is named
     assert named or request.rid == rid
-
-
-def test_the_dtype_does_not_matter() -> None:
-    k, v = (x.to(torch.float16) for x in kv(4))
-    scales, (layer,) = fakes.scaled()
-    kv_calibrate.calibrate(layer.fp8rl_layer, k, v)
-    assert scales.scales.dtype == torch.float32
-    assert k.dtype != BF16

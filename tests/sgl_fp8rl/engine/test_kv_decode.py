@@ -40,9 +40,6 @@ def never(*args: Any) -> str:
     raise AssertionError("the original was called")
 
 
-# -- modules
-
-
 def test_modules_that_fit_are_marked_and_their_class_is_hooked() -> None:
     model = nn.ModuleList([made()[0], nn.Linear(2, 2), made(normed=False)[0]])
     assert kv_decode.mark(model) == {"sglang.srt.models.qwen3.Qwen3Attention.forward"}
@@ -58,12 +55,6 @@ def test_subclasses_and_other_classes_are_left_alone() -> None:
     assert not any(hasattr(module, "fp8rl_is_fused") for module in model)
 
 
-def test_tables_that_are_filled_otherwise_fit() -> None:
-    module = made()[0]
-    module.rotary_emb = llama3_rotary()
-    assert kv_decode.is_fusable(module)
-
-
 def widen(module: Any, size: int) -> None:
     """Heads of another size, everywhere."""
     layer, rotary = module.attn, module.rotary_emb
@@ -72,8 +63,10 @@ def widen(module: Any, size: int) -> None:
     module.q_norm, module.k_norm = norm(size), norm(size)
 
 
-def test_heads_of_another_size_fit() -> None:
+def test_other_tables_and_other_heads_fit() -> None:
     module = made()[0]
+    module.rotary_emb = llama3_rotary()  # filled otherwise
+    assert kv_decode.is_fusable(module)
     widen(module, 128)
     assert kv_decode.is_fusable(module)
 
@@ -121,17 +114,9 @@ def test_deterministic_engines_keep_their_kernels(publish: Publish, name: str, v
     assert not kv_decode.is_fusable(module)
 
 
-# -- steps
-
-
 STEPS: dict[str, Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]]] = {
     "module not marked": lambda m, p, h, b: (MellumAttention(made()[1]), p, h, b),
-    "prefill": lambda m, p, h, b: (
-        m,
-        p,
-        h,
-        SimpleNamespace(forward_mode=ForwardMode.EXTEND),
-    ),
+    "prefill": lambda m, p, h, b: (m, p, h, SimpleNamespace(forward_mode=ForwardMode.EXTEND)),
     "quantized activations": lambda m, p, h, b: (m, p, (h, h), b),
     "FP16": lambda m, p, h, b: (m, p, h.half(), b),
     "no tokens": lambda m, p, h, b: (m, p[:0], h[:0], b),
@@ -156,26 +141,20 @@ def test_other_steps_take_the_original_way(name: str) -> None:
     assert not module.seen and not module.attn.calls
 
 
-@pytest.mark.parametrize("more", [((1,), {}), ((), {"new": 1})], ids=["place", "name"])
-def test_what_is_asked_besides_takes_the_original_way(
-    more: tuple[tuple[int, ...], dict[str, int]],
-) -> None:
-    """As an argument that a newer SGLang has."""
+def test_what_is_asked_besides_takes_the_original_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an argument that a newer SGLang has, and a compiled model."""
     module, got, batch, hidden = made()
     kv_decode.mark(module)
-    given, named = more
-    out: Any = kv_decode.fused_forward(
-        lambda *args, **kw: (args[4:], kw), module, got.positions, hidden, batch, *given, **named
-    )
-    assert out == more
+    step = module, got.positions, hidden, batch
 
+    def original(*args: Any, **named: Any) -> Any:
+        return args[4:], named
 
-def test_a_compiled_model_takes_the_original_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, got, batch, hidden = made()
-    kv_decode.mark(module)
+    for given, named in (((1,), {}), ((), {"new": 1})):
+        out: Any = kv_decode.fused_forward(original, *step, *given, **named)
+        assert out == (given, named)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    out: Any = kv_decode.fused_forward(lambda *_: "original", module, got.positions, hidden, batch)
-    assert out == "original"
+    assert kv_decode.fused_forward(original, *step) == ((), {})  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", ""])
@@ -205,19 +184,12 @@ def test_a_decode_step_does_what_the_oracle_does(
     assert_equal(got.left(), exact((T, N, H, D), normed=normed).want())
 
 
-# -- SGLang
-
-
 @pytest.mark.parametrize("target", compat.DECODED_ATTENTION)
 def test_sglangs_modules_have_what_the_hook_stands_on(target: str) -> None:
     module, name, method = target.rsplit(".", 2)
     attention = getattr(importlib.import_module(module), name)
-    assert list(inspect.signature(getattr(attention, method)).parameters) == [
-        "self",
-        "positions",
-        "hidden_states",
-        "forward_batch",
-    ]
+    arguments = ["self", "positions", "hidden_states", "forward_batch"]
+    assert list(inspect.signature(getattr(attention, method)).parameters) == arguments
     source = inspect.getsource(attention)
     assert all(f"self.{part}" in source for part in ("qkv_proj", "rotary_emb", "attn(", "o_proj("))
     assert ("q_norm" in source) is ("Qwen3" in name)

@@ -20,6 +20,7 @@ from sgl_fp8rl.engine.layers.quant_config import FP8RLConfig, list_layers
 
 pytestmark = pytest.mark.usefixtures("publish", "one_rank")
 
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
 # every dimension is a whole number of FP8 blocks
 TEXT = {
     "hidden_size": 256,
@@ -29,9 +30,7 @@ TEXT = {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "vocab_size": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
+    **NO_TOKENS,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
 TOWER = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 2}
@@ -83,17 +82,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "whisper": (
         "whisper:WhisperForConditionalGeneration",
         {
-            "vocab_size": 512,
-            "d_model": 256,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-            "decoder_start_token_id": 0,
-            **{
-                f"{side}_{name}": value
-                for side in ("encoder", "decoder")
-                for name, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 256}.items()
-            },
+            **{"vocab_size": 512, "d_model": 256, "decoder_start_token_id": 0},
+            **NO_TOKENS,
+            **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+            **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+            **{f"{side}_ffn_dim": 256 for side in ("encoder", "decoder")},
         },
         "decoder.layers.",
     ),
@@ -159,15 +152,11 @@ def test_a_tower_is_bf16_whatever_its_layers_are_called(family: str) -> None:
     assert {*map(id, after)} == {*map(id, biases)}
 
 
-def test_a_language_model_alone_is_as_it_was() -> None:
-    config = transformers.AutoConfig.for_model("qwen2", **TEXT)
-    model = build("qwen2:Qwen2ForCausalLM", config)
+def test_a_language_model_alone_and_another_quantization_are_left_alone() -> None:
+    model = build("qwen2:Qwen2ForCausalLM", transformers.AutoConfig.for_model("qwen2", **TEXT))
     before = fp8(model)
     assert len(before) == 4
     assert fp8(kept(model, FP8RLConfig())) == before
-
-
-def test_another_quantization_is_left_alone() -> None:
     path, options, _ = FAMILIES["voxtral"]
     model = build(path, transformers.AutoConfig.for_model("voxtral", **options))
     before = fp8(model)

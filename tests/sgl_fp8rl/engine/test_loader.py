@@ -82,13 +82,6 @@ def verified(architecture: str, attention: str = "MLA", **fields: Any) -> None:
     loader.verify_model(lambda _: None, config)
 
 
-def test_models_with_mla_that_are_served() -> None:
-    for architecture in loader.MLA_MODELS:
-        verified(architecture)
-        verified(architecture, index_topk=None)
-    verified("MiniCPM3ForCausalLM", attention="MHA")
-
-
 @pytest.mark.parametrize(
     ("architecture", "fields", "why"),
     [
@@ -97,6 +90,10 @@ def test_models_with_mla_that_are_served() -> None:
         ("DeepseekV3ForCausalLM", {"index_topk": 2048}, r"\(DSA\)"),
     ],
 )
-def test_models_with_mla_that_are_not(architecture: str, fields: Any, why: str) -> None:
+def test_models_with_mla_that_are_served_or_not(architecture: str, fields: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         verified(architecture, **fields)
+    for served in loader.MLA_MODELS:
+        verified(served)
+        verified(served, index_topk=None)
+    verified("MiniCPM3ForCausalLM", attention="MHA")

@@ -171,7 +171,7 @@ def test_a_release_waits_until_nothing_runs_and_a_resume_behind_it(
 
 
 def test_what_fails_in_an_idle_engine_is_an_error(updater: Updater) -> None:
-    def fail(updater: Any, request: Any) -> None:
+    def fail(*_: Any) -> None:
         raise AssertionError("something else")
 
     with pytest.raises(AssertionError, match="something else"):

@@ -1,6 +1,8 @@
 """What SGLang's own requests may do to an fp8rl engine, and who may send control messages."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,25 +70,27 @@ def test_what_changes_weights_or_outlives_an_update_is_refused() -> None:
 # ---- who may send control messages
 
 
+class Control:
+    """Answers the one message that is sent here."""
+
+    def __init__(self, options: Fp8RLServerArgs) -> None:
+        self.options = options
+
+    async def handle(self, message: Any, is_gone: IsGone) -> dict[str, Any]:
+        assert message == {"op": "layout"}
+        return {"version": 3}
+
+
 def status(
     given: str | None,
     api_key: str | None = None,
     admin_api_key: str | None = None,
     headers: dict[str, str] | None = None,
-    **options: str,
+    **options: Any,
 ) -> int:
     """HTTP status of a control message to a server with these keys."""
-    given_options = Fp8RLServerArgs(**options)  # type: ignore[arg-type]
-
-    class Control:
-        options = given_options
-
-        async def handle(self, message: Any, is_gone: IsGone) -> dict[str, Any]:
-            assert message == {"op": "layout"}
-            return {"version": 3}
-
-    app = FastAPI()
-    app.add_api_route(control_route.PATH, control_route._handler(Control()), methods=["POST"])  # type: ignore[arg-type]
+    app, control = FastAPI(), Control(Fp8RLServerArgs(**options))
+    app.add_api_route(control_route.PATH, control_route._handler(control), methods=["POST"])  # type: ignore[arg-type]
     if api_key or admin_api_key:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_api_key)
     header = {} if given is None else {"Authorization": f"Bearer {given}"}
@@ -120,3 +124,20 @@ def test_a_page_in_a_browser_of_this_host_is_refused(kind: str) -> None:
     assert status(None, headers={"Content-Type": kind}) == 200
     assert status(None, headers={"Content-Type": kind, "Origin": "http://a.page"}) == 403
     assert status(None, headers={"Content-Type": kind, "Origin": "null"}) == 403
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_guarded_route_is_on_the_page() -> None:
+    """docs/security.md names every route of SGLang that an administrator's key guards."""
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import AuthLevel
+
+    page = Path(__file__).parents[3] / "docs" / "security.md"
+    guarded = {
+        route.path  # type: ignore[attr-defined]
+        for route in app.routes
+        if getattr(getattr(route, "endpoint", None), "_auth_level", None) in list(AuthLevel)
+    }
+    assert len(guarded) > 20
+    named = set(re.findall(r"`(?:PUT )?(/[^` ]+)`", page.read_text()))
+    assert not guarded - named - {"/fp8rl"}

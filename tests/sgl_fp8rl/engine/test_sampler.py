@@ -88,14 +88,8 @@ class Step:
         made = stock.Sampler()
         if change is not None:
             change(made)
-        arguments = (
-            self.output,
-            info,
-            return_logprob,
-            top or [0] * ROWS,
-            ids or [None] * ROWS,
-            torch.arange(ROWS),
-        )
+        asked = return_logprob, top or [0] * ROWS, ids or [None] * ROWS
+        arguments = self.output, info, *asked, torch.arange(ROWS)
         torch.manual_seed(11)
         if ours:
             self.tokens = sampler.fast_sample(self.forward, made, *arguments, **more)
@@ -123,13 +117,16 @@ def assert_same(mine: Step, theirs: Step) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("temperature", ["one", "mixed"])
 def test_the_tokens_and_logprobs_of_stock(
-    seed: int, return_logprob: bool, temperature: str
+    seed: int, return_logprob: bool, temperature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The newest SGLang has two ways to draw; tokens are the same."""
     info = batch(**({"temperatures": torch.ones(ROWS, 1)} if temperature == "one" else {}))
     mine = Step(info, logits(seed), ours=True, return_logprob=return_logprob)
     assert not mine.left_to_stock
-    assert_same(mine, Step(info, logits(seed), ours=False, return_logprob=return_logprob))
     assert (mine.logprobs is not None) == return_logprob
+    for own_race in (True, False):
+        monkeypatch.setenv("SGLANG_OPT_USE_GUMBEL_SAMPLE", str(own_race))
+        assert_same(mine, Step(info, logits(seed), ours=False, return_logprob=return_logprob))
 
 
 def test_masked_tokens_and_a_probability_of_one() -> None:
@@ -143,30 +140,20 @@ def test_masked_tokens_and_a_probability_of_one() -> None:
     assert (mine.tokens[0].item(), mine.logprobs[0].item()) == (2500, 0.0)
 
 
-def test_a_wrong_gather_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: logprobs of other tokens than those drawn do not pass for stock's."""
+def test_a_wrong_gather_and_other_noise_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: logprobs of other tokens than those drawn do not pass for stock's."""
 
     def wrong(x: torch.Tensor, t: torch.Tensor, noise: torch.Tensor) -> Any:
         tokens, logprobs = right(x, t, noise)
         return tokens, logprobs.roll(1)
 
-    right = sample.sample
-    monkeypatch.setattr(sample, "sample", wrong)
-    with pytest.raises(AssertionError, match="not bit for bit"):
-        assert_same(Step(batch(), logits(), ours=True), Step(batch(), logits(), ours=False))
-
-
-def test_other_noise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, theirs = sample.sample, Step(batch(), logits(), ours=False)
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="not bit for bit"):
+        patch.setattr(sample, "sample", wrong)
+        assert_same(Step(batch(), logits(), ours=True), theirs)
     monkeypatch.setattr(sampler, "exponential_noise", lambda x: -torch.rand_like(x).log())
     with pytest.raises(AssertionError):
-        assert_same(Step(batch(), logits(), ours=True), Step(batch(), logits(), ours=False))
-
-
-@pytest.mark.parametrize("newer", [True, False], ids=["own-race", "multinomial"])
-def test_both_of_stocks_draws(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest SGLang has two ways to draw; tokens are the same."""
-    monkeypatch.setenv("SGLANG_OPT_USE_GUMBEL_SAMPLE", str(newer))
-    assert_same(Step(batch(), logits(), ours=True), Step(batch(), logits(), ours=False))
+        assert_same(Step(batch(), logits(), ours=True), theirs)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
@@ -285,16 +272,9 @@ def test_what_is_left_to_stock(info: Any, call: Any, monkeypatch: pytest.MonkeyP
 def left(made: Any = None, info: Any = None, x: torch.Tensor | None = None, **more: Any) -> bool:
     """Whether stock is called; what it would do is not looked at."""
     called: list[Any] = []
-    x = logits() if x is None else x
-    arguments = (
-        stock.Sampler() if made is None else made,
-        LogitsProcessorOutput(next_token_logits=x),
-        info or batch(),
-        True,
-        [0] * ROWS,
-        [None] * ROWS,
-        torch.arange(ROWS),
-    )
+    output = LogitsProcessorOutput(next_token_logits=logits() if x is None else x)
+    rest = info or batch(), True, [0] * ROWS, [None] * ROWS, torch.arange(ROWS)
+    arguments = made or stock.Sampler(), output, *rest
 
     def original(*args: Any, **kwargs: Any) -> torch.Tensor:
         assert args == arguments and kwargs == more
@@ -305,7 +285,7 @@ def left(made: Any = None, info: Any = None, x: torch.Tensor | None = None, **mo
     return bool(called)
 
 
-def test_who_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_else_is_left_alone(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:
     class Other(stock.Sampler):
         """A sampling backend that someone registered."""
 
@@ -313,39 +293,17 @@ def test_who_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     on_policy.rl_on_policy_target = "fsdp"
     ascend.use_ascend_backend = True
     assert not left()
-    assert left(Other())
-    assert left(on_policy)
-    assert left(ascend)
+    assert all(map(left, (Other(), on_policy, ascend)))
     assert left(info=batch(return_sampling_masks=second(True, False)))
     assert left(logprob_logits=logits())
-    assert left(x=logits().bfloat16())
-    assert left(x=logits().T.contiguous().T)
-    assert left(x=logits()[:0])
-    monkeypatch.setattr(compat, "RETURN_ORIGINAL_LOGPROB", True)
-    assert left()
-
-
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_other_engines_are_undisturbed(quantization: str | None, publish: Publish) -> None:
-    publish(quantization=quantization, sampling_backend="pytorch")
-    assert left()
-
-
-def test_a_hooked_class_samples_through_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the hook registry puts it: on the class, under ``nn.Module``'s call."""
-    original = stock.Sampler.forward
-
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return sampler.fast_sample(original, *args, **kwargs)
-
-    theirs = Step(batch(), logits(), ours=False)
-    monkeypatch.setattr(stock.Sampler, "forward", hooked)
-    monkeypatch.setattr(torch, "multinomial", None)
-    output = LogitsProcessorOutput(next_token_logits=logits())
-    torch.manual_seed(11)
-    tokens = stock.Sampler()(output, batch(), True, [0] * ROWS, [None] * ROWS, torch.arange(ROWS))
-    assert torch.equal(tokens, theirs.tokens)
-    assert torch.equal(output.next_token_logprobs, theirs.logprobs)
+    for x in (logits().bfloat16(), logits().T.contiguous().T, logits()[:0]):
+        assert left(x=x)
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "RETURN_ORIGINAL_LOGPROB", True)
+        assert left()
+    for quantization in (None, "fp8"):
+        publish(quantization=quantization, sampling_backend="pytorch")
+        assert left()
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:

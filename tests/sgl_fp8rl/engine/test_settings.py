@@ -67,12 +67,21 @@ TOLD: list[tuple[Device, tuple[str, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("device", "argv", "expected"), TOLD)
-def test_a_command_line_becomes_settings(
-    start: Start, device: Device, argv: tuple[str, ...], expected: dict[str, Any]
+def test_a_command_line_and_a_file_of_arguments_become_settings(
+    start: Start, tmp_path: Path, device: Device, argv: tuple[str, ...], expected: dict[str, Any]
 ) -> None:
     start.on(device)
     settings = resolved(start.published(start.flags(*argv)))
     assert attributes(settings, expected) == expected
+    if "--load-form" in argv:
+        return  # a file has whole names
+    file = tmp_path / "arguments.yaml"
+    lines = dict(zip(argv[::2], argv[1::2], strict=True))
+    lines |= {"--quantization": "fp8rl", "--fp8rl-bucket-bytes": "1MiB"}
+    file.write_text("".join(f"{flag[2:]}: {value}\n" for flag, value in lines.items()))
+    settings = resolved(start.flags("--config", str(file)))
+    assert attributes(settings, expected) == expected
+    assert current_options().bucket_bytes == 1 << 20
 
 
 def test_the_command_that_sglang_tells_has_no_key(start: Start, tmp_path: Path) -> None:
@@ -88,24 +97,6 @@ def test_the_command_that_sglang_tells_has_no_key(start: Start, tmp_path: Path) 
         told = str(vars(record).get("_launch_command", f"--model-path {start.model}"))
         assert "s3cret" not in told
         assert f"--model-path {start.model}" in told
-
-
-@pytest.mark.parametrize(("device", "argv", "expected"), TOLD)
-def test_a_file_of_arguments_counts_as_flags_do(
-    start: Start, tmp_path: Path, device: Device, argv: tuple[str, ...], expected: dict[str, Any]
-) -> None:
-    if "--load-form" in argv:
-        return  # a file has whole names
-    start.on(device)
-    file = tmp_path / "arguments.yaml"
-    lines = {
-        flag.removeprefix("--"): value for flag, value in zip(argv[::2], argv[1::2], strict=True)
-    }
-    lines |= {"quantization": "fp8rl", "fp8rl-bucket-bytes": "1MiB"}
-    file.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
-    settings = resolved(start.flags("--config", str(file)))
-    assert attributes(settings, expected) == expected
-    assert current_options().bucket_bytes == 1 << 20
 
 
 def test_keywords_become_the_same_settings(start: Start) -> None:
@@ -132,6 +123,7 @@ def test_other_engines_are_told_nothing(start: Start, quantization: str | None) 
         ((*KV_FLAGS, "--attention-backend", "fa3"), "fa3.*decode.*flashinfer"),
         ((*KV_FLAGS, "--cuda-graph-config", '{"prefill": {"backend": "full"}}'), "breakable"),
         (("--kv-cache-dtype", "fp8_e5m2"), "fp8_e5m2"),
+        ((*KV_FLAGS, "--page-size", "256"), "--page-size 256 .*64"),
         (("--fp8rl-listen", "any"), "needs a key"),
         (("--smg-grpc-mode",), "--smg-grpc-mode True.*no control route"),
         (("--grpc-mode",), "no control route"),
@@ -175,6 +167,9 @@ SCALED = {**FP8_KV, **OURS_ON_HOPPER, "attention_backend": "fa3"}
 """What a framework has to say on Hopper."""
 
 
+DETERMINISTIC, ON_POLICY = {"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}
+
+
 @pytest.mark.parametrize("model", [DENSE, EXPERTS, QUANTIZED], ids=["dense", "experts", "fp8"])
 @pytest.mark.parametrize("device", [HOPPER, ADA, BLACKWELL, None])
 def test_defaults_are_admitted_and_keep_our_quantization(
@@ -214,19 +209,14 @@ def test_our_own_choice_for_an_fp8_kv_cache_is_admitted(start: Start, device: De
         (HOPPER, {"cuda_graph_backend_prefill": "disabled"}, None),
         (HOPPER, {"cuda_graph_backend_prefill": "full", "kv_cache_dtype": "auto"}, None),
         (HOPPER, {"page_size": 32}, None),
+        (HOPPER, {"smg_grpc_mode": True}, "no control route"),
+        (HOPPER, {"grpc_mode": True}, "no control route"),
         (HOPPER, {"dcp_size": 2, "tp_size": 2}, "--dcp-size 2"),
         (HOPPER, {"attn_cp_size": 2, "tp_size": 2}, "--attn-cp-size 2"),
-        *(
-            (HOPPER, {flag: value, "decode_attention_backend": decode}, message)
-            for flag, value in (
-                ("enable_deterministic_inference", True),
-                ("rl_on_policy_target", "fsdp"),
-            )
-            for decode, message in (
-                (TRTLLM_MHA, "--decode-attention-backend flashinfer"),
-                ("flashinfer", None),
-            )
-        ),
+        (HOPPER, DETERMINISTIC, "--decode-attention-backend flashinfer"),
+        (HOPPER, ON_POLICY, "--decode-attention-backend flashinfer"),
+        (HOPPER, DETERMINISTIC | {"decode_attention_backend": "flashinfer"}, None),
+        (HOPPER, ON_POLICY | {"decode_attention_backend": "flashinfer"}, None),
     ],
 )
 def test_what_a_framework_asked_is_checked_as_resolved(
@@ -238,19 +228,6 @@ def test_what_a_framework_asked_is_checked_as_resolved(
         return
     with pytest.raises(ValueError, match=message):
         admitted(start, **SCALED | changes)
-
-
-@pytest.mark.parametrize("page_size", [1, 8, 256])
-def test_pages_that_our_kernel_does_not_read_are_refused(start: Start, page_size: int) -> None:
-    start.on(HOPPER)
-    with pytest.raises(SystemExit, match=f"--page-size {page_size} .*64"):
-        start.flags(*KV_FLAGS, "--page-size", str(page_size))
-
-
-@pytest.mark.parametrize("field", ["smg_grpc_mode", "grpc_mode"])
-def test_a_server_without_our_route_is_refused(start: Start, field: str) -> None:
-    with pytest.raises(ValueError, match="no control route"):
-        admitted(start, **{field: True})
 
 
 def test_a_server_in_rust_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +256,9 @@ def test_settings_that_are_none_throughout_pass_no_check() -> None:
 
 
 RECORDS = {"server_args", "_server_args", "get_server_args"}
+
+
+BY_NAME = {"getattr", "hasattr", "setattr", "vars"}
 READS_THEM = {
     "sgl_fp8rl/engine/compat/settings.py": "for all others",
     "sgl_fp8rl/engine/cpu/cpu_platform.py": "is a step of SGLang's resolution",
@@ -295,12 +275,7 @@ def reads_of_records(tree: ast.AST) -> list[str]:
     def is_read(node: ast.AST) -> bool:
         if isinstance(node, ast.Attribute):
             return is_record(node.value)
-        by_name = isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "getattr",
-            "hasattr",
-            "setattr",
-            "vars",
-        )
+        by_name = isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME
         return by_name and is_record(node.args[0])  # type: ignore[attr-defined]
 
     return [ast.unparse(node) for node in ast.walk(tree) if is_read(node)]
@@ -317,9 +292,8 @@ def test_one_module_reads_sglangs_arguments() -> None:
     assert found.keys() == READS_THEM.keys(), json.dumps(found, indent=1)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_a_planted_read_is_found() -> None:
+    for code in (
         "runner.server_args.page_size",
         "self._server_args.host",
         "server_args.page_size",
@@ -327,10 +301,8 @@ def test_one_module_reads_sglangs_arguments() -> None:
         "vars(scheduler.server_args)",
         "compat.get_server_args().page_size",
         "server_args.page_size = 1",
-    ],
-)
-def test_a_planted_read_is_found(code: str) -> None:
-    assert len(reads_of_records(ast.parse(code))) == 1
+    ):
+        assert len(reads_of_records(ast.parse(code))) == 1, code
 
 
 # -- the GPU tests' own server

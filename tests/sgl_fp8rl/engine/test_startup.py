@@ -95,11 +95,7 @@ def test_sglangs_pass_runs_our_sizes_where_there_are_any(
 @pytest.mark.parametrize(
     ("on", "fields", "word"),
     [
-        (
-            HOPPER,
-            {"fp8_gemm_runner_backend": "flashinfer_deepgemm"},
-            "--fp8-gemm-backend flashinfer_deepgemm",
-        ),
+        (HOPPER, {"fp8_gemm_runner_backend": "flashinfer_deepgemm"}, "--fp8-gemm-backend flash"),
         (BLACKWELL, {}, "Hopper"),
         (ADA, {}, "Hopper"),
         (HOPPER, {"dtype": "float16"}, "float16"),
@@ -108,11 +104,7 @@ def test_sglangs_pass_runs_our_sizes_where_there_are_any(
     ],
 )
 def test_sglangs_own_kernels_stay(
-    on: Capability,
-    fields: dict[str, Any],
-    word: str,
-    start: Start,
-    monkeypatch: pytest.MonkeyPatch,
+    on: Capability, fields: Any, word: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = Rank(start, monkeypatch, on=on, **fields)
     assert rank.start() == [None] * 3

@@ -57,9 +57,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def assert_same(found: Encoded, expected: Encoded) -> None:
     assert found.keys() == expected.keys()
     for suffix, tensor in expected.items():
-        assert found[suffix].dtype == tensor.dtype and torch.equal(
-            bits(found[suffix]), bits(tensor)
-        )
+        assert found[suffix].dtype == tensor.dtype
+        assert torch.equal(bits(found[suffix]), bits(tensor))
 
 
 def cut(fmt: WeightFormat, encoded: Encoded, region: Region) -> Encoded:
@@ -100,13 +99,15 @@ def test_whatever_is_not_finite_is_refused(fmt: WeightFormat) -> None:
         spoiled[7, 70] = value
         with pytest.raises(ValueError, match="NaN or Inf"):
             fmt.encode(spoiled)
-    encoded = fmt.encode(weight(128, 128))
-    for suffix, tensor in encoded.items():
-        if not tensor.is_floating_point():
-            continue
-        tensor.view(-1)[-1] = float("nan")
-        with pytest.raises(ValueError, match="NaN or Inf"):
-            fmt.check_values(suffix, tensor)
+    for suffix, tensor in fmt.encode(weight(128, 128)).items():
+        if tensor.is_floating_point():
+            tensor.view(-1)[-1] = float("nan")
+            with pytest.raises(ValueError, match="NaN or Inf"):
+                fmt.check_values(suffix, tensor)
+    # and a size of a layer is accepted, or refused with a reason
+    assert fmt.refusal([256, 128], 512) is None
+    refused = fmt.refusal([1000, 128], 77)
+    assert refused is None if fmt is UNQUANTIZED else "1000+128 x 77" in str(refused)
 
 
 @every_format
@@ -146,10 +147,9 @@ def test_rows_may_be_encoded_apart(fmt: WeightFormat, shape: tuple[int, ...]) ->
 def test_a_cut_inside_of_a_block_is_refused(fmt: WeightFormat) -> None:
     of_rows = (((1, 256), (0, 256)), ((0, 255), (0, 256)))
     of_columns = ((0, 256), (0, 255))
+    original = weight(256, 256)
     for region in (*of_rows, of_columns):
-        whole_row = fmt.block[0] == 1 and region in of_rows
-        if whole_row or fmt.block == (1, 1):
-            original = weight(256, 256)
+        if fmt.block == (1, 1) or (fmt.block[0] == 1 and region in of_rows):
             fmt.check_cut(region, (256, 256))
             expected = cut(fmt, fmt.encode(original), region)
             assert_same(fmt.encode(view(original, region)), expected)
@@ -203,28 +203,20 @@ def test_a_weight_arrives_encoded_or_not(
 
 @sent_format
 def test_a_companion_comes_with_its_codes_and_in_its_shape(fmt: WeightFormat) -> None:
+    """And storage has it too."""
     encoded = {f"w{suffix}": t for suffix, t in fmt.encode(weight(256, 256)).items()}
-    for suffix in fmt.suffixes:
-        alone = {name: t for name, t in encoded.items() if name != f"w{suffix}"}
-        with pytest.raises(ManifestError, match=f"w{suffix}"):
-            describe(alone.items())
-        short = {**encoded, f"w{suffix}": encoded[f"w{suffix}"][:1]}
-        with pytest.raises(ManifestError, match=f"w{suffix}"):
-            describe(short.items())
+    table = stored(fmt, (256, 256))
+    for companion in (f"w{suffix}" for suffix in fmt.suffixes):
+        alone = {name: t for name, t in encoded.items() if name != companion}
+        for wrong in (alone, {**encoded, companion: encoded[companion][:1]}):
+            with pytest.raises(ManifestError, match=companion):
+                describe(wrong.items())
+        parameters: Any = {n: t for n, t in table.parameters.items() if n != companion}
+        with pytest.raises(RouteError, match=f"{companion} is missing"):
+            RouteTable(table.sources, table.routes, parameters).check()
     manifest = describe(encoded.items())
     assert [name for name, _ in manifest.weights()] == ["w"]
     assert [n for n in encoded if manifest.is_companion(n)] == [f"w{s}" for s in fmt.suffixes]
-
-
-@sent_format
-def test_storage_without_its_companions_is_refused(fmt: WeightFormat) -> None:
-    table = stored(fmt, (256, 256))
-    for suffix in fmt.suffixes:
-        parameters: dict[str, Any] = {
-            n: t for n, t in table.parameters.items() if n != f"w{suffix}"
-        }
-        with pytest.raises(RouteError, match=f"w{suffix} is missing"):
-            RouteTable(table.sources, table.routes, parameters).check()
 
 
 def test_codes_of_a_variant_come_with_its_scales() -> None:
@@ -247,13 +239,6 @@ def test_codes_of_another_format_are_refused(fmt: WeightFormat) -> None:
         sent(stored(fmt, (256, 256)), encoded, 1 << 17)
 
 
-@every_format
-def test_a_layer_size_is_accepted_or_refused_with_a_reason(fmt: WeightFormat) -> None:
-    assert fmt.refusal([256, 128], 512) is None
-    refused = fmt.refusal([1000, 128], 77)
-    assert refused is None if fmt is UNQUANTIZED else "1000+128 x 77" in str(refused)
-
-
 def test_a_dtype_of_another_format_is_refused() -> None:
     class Copycat(Stepped):
         name = "copycat"
@@ -262,9 +247,6 @@ def test_a_dtype_of_another_format_is_refused() -> None:
         both = " and ".join(each.name for each in order)
         with pytest.raises(ValueError, match=rf"formats {both} both have codes of torch\.int8"):
             by_dtype(order)
-
-
-# -- where a checkpoint is read
 
 
 @sent_format

@@ -18,6 +18,7 @@ from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import BLOCK, CopyDescriptor, group_descriptors
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
 from sgl_fp8rl.protocol.manifest import describe
+from sgl_fp8rl.receiver.routes.routes import RouteTable
 from sgl_fp8rl.receiver.writers import triton_writer
 from tests.sgl_fp8rl.formats.other_format import every_format, sent_format
 from tests.sgl_fp8rl.formats.test_conformance import BF16, assert_same, bits, stored, weight
@@ -125,19 +126,26 @@ def test_a_packer_lays_out_what_is_encoded(
     assert_same({name.removeprefix("w"): t for name, t in found.items()}, expected)
 
 
+def launched(table: RouteTable, tensors: Any, monkeypatch: pytest.MonkeyPatch) -> TorchLaunch:
+    """The only launch of an update."""
+    monkeypatch.setattr(triton_writer, "compile_descriptors", compile_in_torch)
+    manifest = describe(tensors.items())
+    writer: Any = triton_writer.TritonWriter(table, manifest, BF16, torch.device("cpu"))
+    (launch,) = writer._launches[0]
+    return launch  # type: ignore[no-any-return]
+
+
 @sent_format
 def test_what_is_quantized_keeps_its_box_and_what_is_copied_is_cut_anew(
     fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel finds the scale of a tile by the tile's place in the box."""
-    monkeypatch.setattr(triton_writer, "compile_descriptors", compile_in_torch)
+    """A kernel finds the scale of a tile by the tile's place in the box. What writes and what packs
+    unpack one companion; a second needs its fields in ``CopyDescriptor``."""
     original, table = weight(64, 48), stored(fmt, (64, 48))
     encoded = {f"w{suffix}": t for suffix, t in fmt.encode(original).items()}
+    assert len(encoded) == 1 + (fmt is not UNQUANTIZED)
     for tensors, is_quantized in (({"w": original}, fmt is not UNQUANTIZED), (encoded, False)):
-        manifest = describe(tensors.items())
-        writer = triton_writer.TritonWriter(table, manifest, BF16, torch.device("cpu"))
-        (launch,) = writer._launches[0]
-        (codes, *_) = group_descriptors(launch.descriptors)
+        (codes, *_) = group_descriptors(launched(table, tensors, monkeypatch).descriptors)
         assert set(codes.table["cols"]) == {48 if is_quantized else BLOCK}
 
 
@@ -145,19 +153,9 @@ def test_what_is_quantized_keeps_its_box_and_what_is_copied_is_cut_anew(
 def test_a_kernel_is_told_which_scales_to_make_and_to_take(
     fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_writer, "compile_descriptors", compile_in_torch)
     original, table = weight(256, 128), stored(fmt, (256, 128))
     encoded = {f"w{suffix}": t for suffix, t in fmt.encode(original).items()}
     for tensors in ({"w": original}, encoded):
-        writer = triton_writer.TritonWriter(
-            table, describe(tensors.items()), BF16, torch.device("cpu")
-        )
-        (launch,) = writer._launches[0]
-        assert {each.power_of_two for each in launch.descriptors} == {fmt.power_of_two_scales}
-        assert [each.positive for each in launch.descriptors] == [False, True][: len(tensors)]
-
-
-@every_format
-def test_a_quantized_format_has_one_companion(fmt: WeightFormat) -> None:
-    """What writes and what packs unpack one; a second needs its fields in ``CopyDescriptor``."""
-    assert len(fmt.suffixes) == (0 if fmt is UNQUANTIZED else 1)
+        given = launched(table, tensors, monkeypatch).descriptors
+        assert {each.power_of_two for each in given} == {fmt.power_of_two_scales}
+        assert [each.positive for each in given] == [False, True][: len(tensors)]

@@ -21,56 +21,42 @@ from sgl_fp8rl.tools.doctor import device
 from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Start
 
 
+def told(prefill: str | None, decode: str | None = None, page_size: int | None = None) -> Any:
+    """Arguments of SGLang's that name these; prefill's is the one for both as well."""
+    named = {
+        "attention_backend": prefill,
+        "prefill_attention_backend": prefill,
+        "decode_attention_backend": decode,
+        "page_size": page_size,
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def both(backend: str, **more: Any) -> dict[str, Any]:
+    return {"attention_backend": backend, **more}
+
+
+PREFILL, DECODE = "prefill_attention_backend", "decode_attention_backend"
+
+
 @pytest.mark.parametrize(
     ("capability", "given", "chosen"),
     [
-        (None, {}, {"attention_backend": "torch_native"}),
-        (None, {"attention_backend": "torch_native"}, {}),
+        (None, {}, both("torch_native")),
+        (None, both("torch_native"), {}),
+        (HOPPER, {}, told(FA3, TRTLLM_MHA, 64)),
+        (HOPPER, both("flashinfer"), {}),
+        (HOPPER, {DECODE: "flashinfer"}, told(FA3)),
+        (HOPPER, both("flashinfer", **{DECODE: TRTLLM_MHA}), {"page_size": 64}),
         (
             HOPPER,
-            {},
-            {
-                "attention_backend": FA3,
-                "prefill_attention_backend": FA3,
-                "decode_attention_backend": TRTLLM_MHA,
-                "page_size": 64,
-            },
+            {PREFILL: "flashinfer", "page_size": 32},
+            both("flashinfer", **{DECODE: TRTLLM_MHA}),
         ),
-        # `attention_backend` alone means both
-        (HOPPER, {"attention_backend": "flashinfer"}, {}),
-        (
-            HOPPER,
-            {"decode_attention_backend": "flashinfer"},
-            {"attention_backend": FA3, "prefill_attention_backend": FA3},
-        ),
-        (
-            HOPPER,
-            {"attention_backend": "flashinfer", "decode_attention_backend": TRTLLM_MHA},
-            {"page_size": 64},
-        ),
-        (
-            HOPPER,
-            {"prefill_attention_backend": "flashinfer", "page_size": 32},
-            {"attention_backend": "flashinfer", "decode_attention_backend": TRTLLM_MHA},
-        ),
-        (
-            HOPPER,
-            {"prefill_attention_backend": FA3},
-            {"attention_backend": FA3, "decode_attention_backend": TRTLLM_MHA, "page_size": 64},
-        ),
-        *(
-            (
-                capability,
-                {},
-                {
-                    "attention_backend": "flashinfer",
-                    "prefill_attention_backend": "flashinfer",
-                    "decode_attention_backend": "flashinfer",
-                },
-            )
-            for capability in (ADA, BLACKWELL)
-        ),
-        (ADA, {"attention_backend": "flashinfer", "page_size": 1}, {}),
+        (HOPPER, {PREFILL: FA3}, both(FA3, **{DECODE: TRTLLM_MHA, "page_size": 64})),
+        (ADA, {}, told("flashinfer", "flashinfer")),
+        (BLACKWELL, {}, told("flashinfer", "flashinfer")),
+        (ADA, both("flashinfer", page_size=1), {}),
     ],
 )
 def test_choice(capability: Capability, given: dict[str, Any], chosen: dict[str, Any]) -> None:
@@ -82,24 +68,15 @@ def test_choice(capability: Capability, given: dict[str, Any], chosen: dict[str,
 @pytest.mark.parametrize(
     ("capability", "given", "message"),
     [
-        (HOPPER, {"attention_backend": FA3}, f"fa3.*decode.*{TRTLLM_MHA} or flashinfer"),
-        (ADA, {"prefill_attention_backend": FA3}, "fa3.*prefill.*use flashinfer"),
-        (HOPPER, {"attention_backend": "triton"}, "triton.*fa3 or flashinfer"),
-        (
-            HOPPER,
-            {"attention_backend": TRTLLM_MHA},
-            f"{TRTLLM_MHA}.*prefill.*use fa3 or flashinfer",
-        ),
-        (HOPPER, {"decode_attention_backend": "fa3"}, f"fa3.*decode.*{TRTLLM_MHA} or flashinfer"),
-        (
-            BLACKWELL,
-            {"decode_attention_backend": TRTLLM_MHA},
-            f"{TRTLLM_MHA}.*decode.*use flashinfer",
-        ),
-        (ADA, {"decode_attention_backend": TRTLLM_MHA}, f"{TRTLLM_MHA}.*decode.*use flashinfer"),
-        (None, {"attention_backend": "flashinfer"}, "use torch_native"),
-        (HOPPER, {"page_size": 1}, r"--page-size 1\b.*64"),
-        (HOPPER, {"page_size": 256}, r"--page-size 256\b.*64"),
+        (HOPPER, both(FA3), f"fa3.*decode.*{TRTLLM_MHA} or flashinfer"),
+        (ADA, {PREFILL: FA3}, "fa3.*prefill.*use flashinfer"),
+        (HOPPER, both("triton"), "triton.*fa3 or flashinfer"),
+        (HOPPER, both(TRTLLM_MHA), f"{TRTLLM_MHA}.*prefill.*use fa3 or flashinfer"),
+        (HOPPER, {DECODE: FA3}, f"fa3.*decode.*{TRTLLM_MHA} or flashinfer"),
+        (BLACKWELL, {DECODE: TRTLLM_MHA}, f"{TRTLLM_MHA}.*decode.*use flashinfer"),
+        (ADA, {DECODE: TRTLLM_MHA}, f"{TRTLLM_MHA}.*decode.*use flashinfer"),
+        (None, both("flashinfer"), "use torch_native"),
+        *((HOPPER, {"page_size": n}, rf"--page-size {n}\b.*64") for n in (1, 8, 256)),
     ],
 )
 def test_refusals(capability: Capability, given: dict[str, Any], message: str) -> None:
@@ -119,15 +96,12 @@ def test_the_log_names_what_serves(
             assert all(f"by {name}:" in caplog.text for name in pair)
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e5m2", "fp4_e2m1", "mxfp8"])
-def test_other_formats_are_refused(dtype: str) -> None:
-    with pytest.raises(ValueError, match=f"{dtype}.*--kv-cache-dtype fp8_e4m3"):
-        backends.check_dtype(dtype)
-
-
 def test_formats() -> None:
     assert backends.check_dtype("fp8_e4m3")
     assert not any(map(backends.check_dtype, (None, "auto", "bf16", "bfloat16")))
+    for dtype in ("fp8_e5m2", "fp4_e2m1", "mxfp8"):
+        with pytest.raises(ValueError, match=f"{dtype}.*--kv-cache-dtype fp8_e4m3"):
+            backends.check_dtype(dtype)
 
 
 # -- what was chosen, elsewhere; with the arguments of SGLang: engine/test_settings.py
@@ -224,49 +198,26 @@ class Registry:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "expected"),
+    ("prefill", "decode", "extend_hook", "decode_hook"),
     [
-        (
-            "flashinfer",
-            TRTLLM_MHA,
-            {
-                "FlashInferAttnBackend.forward_extend": kv_attention.folded_extend,
-                "TRTLLMHAAttnBackend.forward_decode": kv_attention.paged_decode,
-            },
-        ),
-        (
-            "flashinfer",
-            "flashinfer",
-            {
-                "FlashInferAttnBackend.forward_extend": kv_attention.folded_extend,
-                "FlashInferAttnBackend.forward_decode": kv_attention.folded_decode,
-            },
-        ),
-        (
-            FA3,
-            TRTLLM_MHA,
-            {
-                "FlashAttentionBackend.forward_extend": kv_attention.fa3_extend,
-                "TRTLLMHAAttnBackend.forward_decode": kv_attention.paged_decode,
-            },
-        ),
-        (
-            "torch_native",
-            "torch_native",
-            {
-                "TorchNativeAttnBackend.forward_extend": kv_attention.folded_extend,
-                "TorchNativeAttnBackend.forward_decode": kv_attention.folded_decode,
-            },
-        ),
+        ("flashinfer", TRTLLM_MHA, "FlashInferAttn.folded", "TRTLLMHAAttn.paged"),
+        ("flashinfer", "flashinfer", "FlashInferAttn.folded", "FlashInferAttn.folded"),
+        (FA3, TRTLLM_MHA, "FlashAttention.fa3", "TRTLLMHAAttn.paged"),
+        ("torch_native", "torch_native", "TorchNativeAttn.folded", "TorchNativeAttn.folded"),
     ],
 )
 def test_what_serves_is_wrapped_once(
-    prefill: str, decode: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    prefill: str, decode: str, extend_hook: str, decode_hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A class of SGLang, and which of our ways is around its method."""
     registry = Registry().replace(monkeypatch)
     for _ in "twice":
         hooks.wrap_attention(prefill, decode, nn.Module())
     wrapped = {".".join(t.split(".")[-2:]): hook for t, hook in registry.hooks.items()}
+    expected = {}
+    for phase, named in (("extend", extend_hook), ("decode", decode_hook)):
+        owner, way = named.split(".")
+        expected[f"{owner}Backend.forward_{phase}"] = getattr(kv_attention, f"{way}_{phase}")
     assert wrapped == expected
 
 

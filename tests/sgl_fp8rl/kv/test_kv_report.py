@@ -17,23 +17,19 @@ DRAWN_BYTES = 20_000
 
 def a_reply() -> dict[str, Any]:
     """Two layers of two KV heads; layer 1 has a scale a head, is clipped, and saw NaN."""
+    none = {"tokens": 64, "not_finite_k": 0, "not_finite_v": 0}
     return {
         "scheme": "engine",
         "pending": False,
-        "scales": [
-            [[0.25, 0.25], [0.125, 0.125]],
-            [[0.5, 0.125], [1.0, 1.0]],
-        ],
+        "scales": [[[0.25, 0.25], [0.125, 0.125]], [[0.5, 0.125], [1.0, 1.0]]],
         "statistics": [
             counts(tokens=100, amax_k=56.0, amax_v=28.0),
             counts(tokens=100, amax_k=448.0, amax_v=14.0, clipped_k=512),
         ],
         "elements": [256, 256],
         "errors": [
-            {"tokens": 64, "error_k": 0.025, "error_v": 0.0264, "not_finite_k": 0}
-            | {"not_finite_v": 0},
-            {"tokens": 64, "error_k": 0.125, "error_v": 0.026, "not_finite_k": 0}
-            | {"not_finite_v": 3},
+            none | {"error_k": 0.025, "error_v": 0.0264},
+            none | {"error_k": 0.125, "error_v": 0.026, "not_finite_v": 3},
         ],
     }
 
@@ -48,12 +44,9 @@ def not_observed() -> dict[str, Any]:
 
 
 def test_figures_that_were_worked_out_by_hand() -> None:
-    k0, v0, k1, v1 = kv_report.lines_of(a_reply())
-    assert [(line.layer, line.side) for line in (k0, v0, k1, v1)] == [
-        (0, "k"),
-        (0, "v"),
-        (1, "k"),
-        (1, "v"),
+    k0, v0, k1, v1 = lines = kv_report.lines_of(a_reply())
+    assert [(line.layer, line.side) for line in lines] == [
+        (n, side) for n in (0, 1) for side in "kv"
     ]
     assert (k0.amax, k0.headroom, k0.clip_rate) == (56.0, 2.0, 0.0)
     assert (v0.amax, v0.headroom, v0.error) == (28.0, 2.0, 0.0264)
@@ -132,55 +125,46 @@ def test_the_saved_report_is_a_report_again_and_a_file_of_scales(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
+        (None, r"kv\.json"),
         ("{", r"kv\.json.*http://"),
         ("[1]", r"kv-report --json"),
         ("{}", "KeyError: 'scales'"),
-        (json.dumps(a_reply() | {"scales": 3}), "TypeError"),
-        (json.dumps(a_reply() | {"scales": [[[1.0]]]}), "kv-report --json"),
-        (json.dumps({"scales": [], "statistics": []}), "no layers"),
-        (json.dumps(a_reply() | {"statistics": [{}, {}]}), "KeyError: 'tokens'"),
-        (json.dumps(a_reply() | {"statistics": [1, 2]}), "TypeError"),
-        (json.dumps(a_reply() | {"elements": [256]}), "ValueError"),
-        (json.dumps(a_reply() | {"errors": [{}, {}]}), "KeyError: 'error_k'"),
-        (json.dumps(a_reply() | {"scales": [[["a"]] * 3] * 2}), "ValueError"),
+        ('{"scales": [], "statistics": []}', "no layers"),
+        ({"scales": 3}, "TypeError"),
+        ({"scales": [[[1.0]]]}, "kv-report --json"),
+        ({"statistics": [{}, {}]}, "KeyError: 'tokens'"),
+        ({"statistics": [1, 2]}, "TypeError"),
+        ({"elements": [256]}, "ValueError"),
+        ({"errors": [{}, {}]}, "KeyError: 'error_k'"),
+        ({"scales": [[["a"]] * 3] * 2}, "ValueError"),
     ],
+    ids=str,
 )
-def test_what_is_no_answer_is_a_sentence(content: str, sentence: str, tmp_path: Path) -> None:
+def test_what_is_no_answer_is_a_sentence(content: Any, sentence: str, tmp_path: Path) -> None:
+    """Of a file that holds it, of a report that is spoiled, and of no file."""
     path = tmp_path / "kv.json"
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content if isinstance(content, str) else json.dumps(a_reply() | content))
     with pytest.raises(kv_report.ReportError, match=sentence):
         kv_report.lines_of(kv_report.read(str(path)))
-
-
-def test_no_file_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(kv_report.ReportError, match=r"none\.json"):
-        kv_report.read(str(tmp_path / "none.json"))
-
-
-@pytest.mark.parametrize("reply", [a_reply(), not_observed()], ids=["observed", "not-observed"])
-def test_picture(reply: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    kv_report.draw(reply, kv_report.lines_of(reply), tmp_path / "kv.png")
-    content = (tmp_path / "kv.png").read_bytes()
-    assert content.startswith(PNG_SIGNATURE)
-    assert len(content) > DRAWN_BYTES
 
 
 def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     kept: list[Any] = []
     monkeypatch.setattr(pyplot, "close", kept.append)
-    reply = not_observed()
-    reply["statistics"][0]["amax_v"] = 0.0
-    kv_report.draw(reply, kv_report.lines_of(reply), tmp_path / "kv.png")
-    ranges, clips, errors = kept[0].axes
+    not_seen = not_observed()
+    not_seen["statistics"][0]["amax_v"] = 0.0
+    for reply in (a_reply(), not_seen):
+        kv_report.draw(reply, kv_report.lines_of(reply), tmp_path / "kv.png")
+        content = (tmp_path / "kv.png").read_bytes()
+        assert content.startswith(PNG_SIGNATURE) and len(content) > DRAWN_BYTES
+    ranges, clips, errors = kept[-1].axes
     drawn = {line.get_label(): list(line.get_ydata()) for line in ranges.lines}
     assert drawn["largest |K|"] == [56.0, 448.0]
     assert drawn["448 x K scale"] == [112.0, 224.0]
     assert math.isnan(drawn["largest |V|"][0]) and drawn["largest |V|"][1] == 14.0
-    assert {line.get_label(): list(line.get_ydata()) for line in clips.lines} == {
-        "K": [0.0, 0.02],
-        "V": [0.0, 0.0],
-    }
+    clipped = {line.get_label(): list(line.get_ydata()) for line in clips.lines}
+    assert clipped == {"K": [0.0, 0.02], "V": [0.0, 0.0]}
     assert all(math.isnan(y) for line in errors.lines for y in line.get_ydata())
     assert "not measured" in errors.get_title()

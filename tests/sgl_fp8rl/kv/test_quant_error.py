@@ -19,6 +19,7 @@ from sgl_fp8rl.receiver.kv.scales import KVScales, ScaledLayer
 from tests import kv_oracle, oracle
 
 LAYERS, HEADS, DIM, SLOTS = 2, 2, 32, 64
+SLOTS_20 = list(range(1, 21))
 RTOL = 1e-12
 """Of sums in float64; 1e-16 was measured."""
 
@@ -86,7 +87,7 @@ def test_error_of_k_and_v() -> None:
     engine = Engine(k_scale=0.02, v_scale=0.0031)
     k, v = tokens(20, 3.0), tokens(20, 0.5, seed=1)
     assert quant_error.start(engine.scales) == quant_error.TOKENS
-    engine.forward(k, v, list(range(1, 21)))
+    engine.forward(k, v, SLOTS_20)
     told = engine.told()
     assert told["tokens"] == told["stored"] == 20
     assert told["error_k"] == pytest.approx(expected(k, 0.02), rel=RTOL)
@@ -105,7 +106,7 @@ def test_clipping_is_part_of_the_error() -> None:
     for scale in (1.0, 1000 / 448):
         engine = Engine(scale, 1.0)
         quant_error.start(engine.scales)
-        engine.forward(k, k, list(range(1, 21)))
+        engine.forward(k, k, SLOTS_20)
         assert engine.told()["error_k"] == pytest.approx(expected(k, scale), rel=RTOL)
         errors.append(engine.told()["error_k"])
     assert errors[0] > 0.5 > 0.05 > errors[1]
@@ -123,28 +124,20 @@ def test_it_is_what_the_cache_holds() -> None:
     assert told["error_k"] == 1.0 > told["error_v"] > 0.0
 
 
-def test_nothing_is_measured_unasked() -> None:
+@pytest.mark.parametrize("why", ["not asked", "decode", "a probe"])
+def test_what_is_not_measured(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(0.02, 0.02)
-    engine.forward(tokens(20, 3.0), tokens(20, 3.0), list(range(1, 21)))
-    assert (engine.told()["stored"], engine.told()["tokens"]) == (20, 0)
-    assert engine.told()["error_k"] is engine.told()["error_v"] is None
-    assert kv_stats.of_rank(engine.scales)[2] is None
-
-
-def test_decode_is_not_measured() -> None:
-    engine = Engine(0.02, 0.02)
-    quant_error.start(engine.scales)
-    engine.forward(tokens(20, 3.0), tokens(20, 3.0), list(range(1, 21)), folded_decode)
-    assert (engine.told()["stored"], engine.told()["tokens"]) == (20, 0)
-    assert engine.scales.to_observe == [quant_error.TOKENS] * LAYERS
-
-
-def test_probes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgl_fp8rl.engine.control.kv_calibrate.is_internal", lambda rid: True)
-    engine = Engine(0.02, 0.02)
-    quant_error.start(engine.scales)
-    engine.forward(tokens(4, 3.0), tokens(4, 3.0), [1, 2, 3, 4])
-    assert engine.told()["tokens"] == 0
+    if why != "not asked":
+        quant_error.start(engine.scales)
+    if why == "a probe":
+        monkeypatch.setattr("sgl_fp8rl.engine.control.kv_calibrate.is_internal", lambda rid: True)
+    hook = folded_decode if why == "decode" else folded_extend
+    engine.forward(tokens(20, 3.0), tokens(20, 3.0), SLOTS_20, hook)
+    told = engine.told()
+    assert (told["stored"], told["tokens"], told["error_k"], told["error_v"]) == (20, 0, None, None)
+    asked = why != "not asked"
+    assert (kv_stats.of_rank(engine.scales)[2] is not None) == asked
+    assert engine.scales.to_observe == [quant_error.TOKENS * asked] * LAYERS
 
 
 def test_it_ends_after_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +172,10 @@ def test_new_scales_begin_anew() -> None:
     engine = Engine(0.02, 0.02)
     k = tokens(20, 3.0)
     quant_error.start(engine.scales)
-    engine.forward(k, k, list(range(1, 21)))
+    engine.forward(k, k, SLOTS_20)
     engine.scales.write(torch.full(engine.scales.shape, 0.03))
     assert engine.told()["error_k"] is None
-    engine.forward(k, k, list(range(1, 21)))
+    engine.forward(k, k, SLOTS_20)
     assert engine.told()["error_k"] == pytest.approx(expected(k, 0.03), rel=RTOL)
 
 
@@ -191,7 +184,7 @@ def test_a_calibration_and_the_error_under_it_are_of_one_prefill() -> None:
     k = tokens(20, 300.0)
     engine.scales.recalibrate()
     quant_error.start(engine.scales)
-    engine.forward(k, k, list(range(1, 21)))
+    engine.forward(k, k, SLOTS_20)
     scale = float(engine.scales.scales[0, 0, 0])
     assert scale != 1.0
     assert engine.told()["tokens"] == 20

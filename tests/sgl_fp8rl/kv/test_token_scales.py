@@ -134,14 +134,12 @@ def test_sglang_counts_the_scales_of_a_token(
     monkeypatch.setattr(kv_setup, "current_options", lambda: options)
     monkeypatch.setattr(kv_setup.compat, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     config = SimpleNamespace(quantization=quantization, get_num_kv_heads=lambda ranks: HEADS)
-    found = kv_setup.with_token_scales(
-        lambda *_: 1000, None, SimpleNamespace(model_config=config), 3
-    )
-    assert found == 1000 + more
+    runner = SimpleNamespace(model_config=config)
+    assert kv_setup.with_token_scales(lambda *_: 1000, None, runner, 3) == 1000 + more
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kv_cache_dtype", "prefill", "less"),
+    ("quantization", "dtype", "prefill", "less"),
     [
         ("fp8rl", "fp8_e4m3", "fa3", WORKSPACE_BYTES),
         ("fp8rl", "fp8_e4m3", "flashinfer", 0),
@@ -150,21 +148,16 @@ def test_sglang_counts_the_scales_of_a_token(
     ],
 )
 def test_the_cache_leaves_memory_to_prefill(
-    quantization: str,
-    kv_cache_dtype: str,
-    prefill: str,
-    less: int,
-    monkeypatch: pytest.MonkeyPatch,
+    quantization: str, dtype: str, prefill: str, less: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = SimpleNamespace(kv_cache_dtype=kv_cache_dtype)
+    model = SimpleNamespace(kv_cache_dtype=dtype)
     monkeypatch.setattr(kv_setup.compat, "get_model_args", lambda: model)
     monkeypatch.setattr(kv_setup, "resolved", lambda settings: settings)
-    settings = SimpleNamespace(prefill_attention_backend=prefill, attention_backend=None)
     configurator = SimpleNamespace(
-        model_config=SimpleNamespace(quantization=quantization), server_args=settings
+        model_config=SimpleNamespace(quantization=quantization),
+        server_args=SimpleNamespace(prefill_attention_backend=prefill, attention_backend=None),
     )
-    found = kv_setup.less_workspace(lambda *_: 1 << 33, configurator, 1)
-    assert found == (1 << 33) - less
+    assert kv_setup.less_workspace(lambda *_: 1 << 33, configurator, 1) == (1 << 33) - less
 
 
 def test_a_batch_is_planned_once_where_sglang_cuts_its_slots_for_each_layer(

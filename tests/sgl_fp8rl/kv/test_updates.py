@@ -40,9 +40,15 @@ def kv_of(weights: EngineWeights) -> KVScales:
 
 @pytest.mark.parametrize("chunk_bytes", [toy.CHUNK_BYTES, 1 << 17])
 def test_scales_come_with_the_weights(chunk_bytes: int) -> None:
-    weights = engine()
-    toy.update(weights, tensors(SCALES), chunk_bytes=chunk_bytes)
+    """They are in force from the commit on, and not before."""
+    weights, sent = engine(), tensors(SCALES)
     kv = kv_of(weights)
+    before = kv.scales.clone()
+    session = toy.begin(weights, sent, chunk_bytes=chunk_bytes)
+    toy.write(session, sent)
+    session.finish()
+    assert torch.equal(kv.scales, before)
+    weights.commit()
     assert torch.equal(kv.scales.amax(-1), SCALES.amax(-1))
     assert torch.equal(kv.store, kv.scales[..., 2:].transpose(0, 1)), "this rank's heads"
     assert not kv.pending
@@ -60,48 +66,26 @@ def test_single_names_are_honoured() -> None:
     assert kv_of(weights).store[0].tolist() == [[2.0, 2.0], [3.0, 3.0]]
 
 
-def test_they_are_in_force_from_the_commit_on_and_not_before() -> None:
-    weights = engine()
-    before = kv_of(weights).scales.clone()
-    sent = tensors(SCALES)
-    session = toy.begin(weights, sent)
-    toy.write(session, sent)
-    session.finish()
-    assert torch.equal(kv_of(weights).scales, before)
-    weights.commit()
-    assert torch.equal(kv_of(weights).scales.amax(-1), SCALES.amax(-1))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -2.0])
-def test_bad_scales_fail_the_update_and_are_not_put_in_force(bad: float) -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -2.0, "a weight"])
+def test_an_update_that_fails_puts_no_scales_in_force(bad: float | str) -> None:
     weights = engine()
     toy.update(weights, tensors(SCALES))
     before = {name: b.clone() for name, b in kv_of(weights).named_buffers()}
-    wrong = SCALES.clone()
-    wrong[1, 0, 3] = bad
-    sent = tensors(wrong, seed=1)
+    sent = tensors(SCALES.flip(0), seed=1)
+    if isinstance(bad, str):
+        sent["attn.v.weight"] = torch.full_like(sent["attn.v.weight"], torch.nan)
+    else:
+        sent[KV_SCALES][1, 0, 3] = bad
     session = toy.begin(weights, sent, version=1)
-    toy.write(session, sent)
-    with pytest.raises(KVScalesError, match=r"K .*layer 1, KV head 3"):
+    said = "NaN" if isinstance(bad, str) else r"K .*layer 1, KV head 3"
+    with pytest.raises(ValueError if isinstance(bad, str) else KVScalesError, match=said):
+        toy.write(session, sent)
         session.finish()
     assert not session.finished and session.dirty
-    weights.quarantine("bad scales")
+    weights.quarantine("a failed update")
+    assert not kv_of(weights).pending
     for name, buffer in kv_of(weights).named_buffers():
         assert torch.equal(buffer, before[name]), name
-
-
-def test_a_failed_update_applies_no_scales() -> None:
-    weights = engine()
-    before = kv_of(weights).scales.clone()
-    sent = tensors(SCALES)
-    broken = sent | {"attn.v.weight": torch.full_like(sent["attn.v.weight"], torch.nan)}
-    session = toy.begin(weights, broken)
-    with pytest.raises(ValueError, match="NaN"):
-        toy.write(session, broken)
-        session.finish()
-    weights.quarantine("NaN")
-    assert torch.equal(kv_of(weights).scales, before)
-    assert not kv_of(weights).pending
 
 
 def test_wrong_shapes_are_refused_before_anything_is_written() -> None:

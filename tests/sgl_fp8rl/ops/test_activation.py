@@ -2,6 +2,8 @@
 
 import runpy
 import weakref
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -40,9 +42,6 @@ def assert_quantized(got: Quantized, y_MK: Tensor, power_of_two: bool = False) -
     np.testing.assert_array_equal(got.scales_Mk.numpy(), scales)
 
 
-# ---- codes and scales
-
-
 def test_bytes_of_powers_of_two_are_those_of_the_cpu_platform() -> None:
     """The trainer's bytes too: no reciprocal is approximated."""
     x_MK = torch.cat([planted()[:2], planted()[6:], rows(16, 256)])  # without NaN and Inf
@@ -53,29 +52,31 @@ def test_bytes_of_powers_of_two_are_those_of_the_cpu_platform() -> None:
     assert not torch.equal(plain, want(x_MK)[1])
 
 
-def test_powers_of_two_of_what_is_no_ordinary_number() -> None:
-    got = quantize_tokens(planted(), power_of_two=True)
-    assert_quantized(got, planted(), power_of_two=True)
-    assert not bool(((got.codes_MK.view(torch.uint8) & 0x7F) == 0x7F).any())
-
-
 def test_it_may_be_imported_where_a_model_is_made_on_the_meta_device() -> None:
     with torch.device("meta"):
         anew = runpy.run_path(activation.__file__)
     assert anew["INVERSE_MAX"] == activation.INVERSE_MAX
 
 
-def test_bytes_of_what_is_no_ordinary_number() -> None:
-    got = quantize_tokens(planted())
-    assert_quantized(got, planted())
+@both
+@pytest.mark.parametrize("x_MK", [planted(), rows(5, 640)[:, 128:384]], ids=["odd", "wider"])
+def test_bytes(x_MK: Tensor, power_of_two: bool) -> None:
+    got = quantize_tokens(x_MK, power_of_two=power_of_two)
+    assert_quantized(got, x_MK, power_of_two)
     codes = got.codes_MK.view(torch.uint8)
     assert not bool(((codes & 0x7F) == 0x7F).any())  # SGLang's kernel makes no NaN
+    empty = quantize_tokens(x_MK[:0], power_of_two=power_of_two)
+    assert empty.codes_MK.shape == (0, 256) and empty.scales_Mk.shape == (0, 2)
+
+
+def test_codes_of_what_is_no_ordinary_number() -> None:
+    got = quantize_tokens(planted())
+    codes = got.codes_MK.view(torch.uint8)
     zeros, negative, nans, one_nan = codes[:4, :128].tolist()
     assert set(zeros) == {0} and set(negative) == {0x80} and set(nans) == {0x7E}
     assert one_nan[:3] == [0x7E, 0x76, 0xFE]  # NaN is 448; 1.5 and -3 of an amax of 3
-    assert (
-        got.scales_Mk[2, 0] == got.scales_Mk[0, 0] == torch.tensor(1e-10) * activation.INVERSE_MAX
-    )
+    least = torch.tensor(1e-10) * activation.INVERSE_MAX
+    assert got.scales_Mk[2, 0] == got.scales_Mk[0, 0] == least
     infinite = codes[4, :4].tolist()
     assert got.scales_Mk[4, 0] == torch.inf and infinite == [0x7E, 0x00, 0x80, 0x80]
     assert set(codes[6, :2].tolist()) == {0x00, 0x80}  # an amax whose reciprocal is flushed
@@ -102,16 +103,6 @@ def test_control_a_division_makes_other_bytes() -> None:
     assert bool((codes.view(torch.uint8) != got.codes_MK.view(torch.uint8)).any())
 
 
-def test_rows_of_a_wider_tensor_and_no_rows() -> None:
-    wide = rows(5, 640)
-    assert_quantized(quantize_tokens(wide[:, 128:384]), wide[:, 128:384])
-    empty = quantize_tokens(rows(5, 256)[:0])
-    assert empty.codes_MK.shape == (0, 256) and empty.scales_Mk.shape == (0, 2)
-
-
-# ---- norms and SiLU
-
-
 @both
 @pytest.mark.parametrize("add", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("K", [128, 384, 4096])
@@ -128,16 +119,6 @@ def test_norms(K: int, add: bool, power_of_two: bool) -> None:
     assert (y_MK is x_MK) == add  # in place, as SGLang's
     if residual_MK is not None:
         assert torch.equal(residual_MK, summed)
-
-
-def test_norms_of_zeros_and_of_nan() -> None:
-    x_MK = rows(3, 256)
-    x_MK[0] = 0
-    x_MK[1, 7] = torch.nan
-    y_MK, quantized = rms_norm_quantize(x_MK, torch.ones(256, dtype=BF16), 1e-6)
-    assert not bool(y_MK[0].any()) and bool(y_MK[1].isnan().all())
-    assert bool(y_MK[2].isfinite().all())
-    assert_quantized(quantized, y_MK)
 
 
 def test_control_a_norm_of_the_rounded_sum_is_seen() -> None:
@@ -171,9 +152,6 @@ def test_silu_of_extremes() -> None:
     assert_quantized(quantized, y_MI)
 
 
-# ---- what is attached to a tensor
-
-
 def test_what_is_attached_is_found_until_the_tensor_changes() -> None:
     y_MK = rows(4, 256)
     quantized = quantize_tokens(y_MK)
@@ -193,12 +171,9 @@ def test_what_is_attached_is_found_until_the_tensor_changes() -> None:
     detach(y_MK)
     detach(y_MK)
     assert attached(y_MK) is None
-
-
-def test_a_square_is_not_taken_for_its_transpose() -> None:
-    y_MK = rows(256, 256)
-    attach(y_MK, quantize_tokens(y_MK))
-    assert attached(y_MK.t()) is None and attached(y_MK.t().t()) is not None
+    square = rows(256, 256)
+    attach(square, quantize_tokens(square))
+    assert attached(square.t()) is None and attached(square.t().t()) is not None
 
 
 def test_what_is_attached_goes_with_the_memory() -> None:
@@ -228,28 +203,25 @@ def test_nothing_is_attached_where_changes_are_not_counted() -> None:
         assert attached(y_MK) is None
 
 
-# ---- what is refused
+ONES = torch.ones(256, dtype=BF16)
+NORM = partial(rms_norm_quantize, eps=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("x", "sentence"),
+    ("call", "sentence"),
     [
-        (torch.zeros(2, 256), r"torch\.float32 \[2, 256\].*BF16"),
-        (torch.zeros(2, 2, 128, dtype=BF16), r"\[2, 2, 128\]"),
-        (torch.zeros(256, 128, dtype=BF16).t(), r"strides \(1, 128\)"),
-        (torch.zeros(2, 100, dtype=BF16), r"\b100 .*\b128\b.*BF16"),
+        (lambda: quantize_tokens(torch.zeros(2, 256)), r"torch\.float32 \[2, 256\].*BF16"),
+        (lambda: quantize_tokens(torch.zeros(2, 2, 128, dtype=BF16)), r"\[2, 2, 128\]"),
+        (lambda: quantize_tokens(torch.zeros(256, 128, dtype=BF16).t()), r"strides \(1, 128\)"),
+        (lambda: quantize_tokens(torch.zeros(2, 100, dtype=BF16)), r"\b100 .*\b128\b.*BF16"),
+        (lambda: NORM(rows(2, 128), ONES), r"\b128 .*\[256\]"),
+        (
+            lambda: NORM(rows(2, 256), ONES, residual_MK=rows(3, 256)),
+            r"\[2, 256\].*\[3, 256\]",
+        ),
+        (lambda: silu_mul_quantize(rows(2, 256)[:, :128]), r"\b64 .*\b128\b"),
     ],
 )
-def test_what_cannot_be_quantized(x: Tensor, sentence: str) -> None:
+def test_what_cannot_be_quantized(call: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        quantize_tokens(x)
-
-
-def test_what_cannot_be_normalized() -> None:
-    x_MK = rows(2, 128)
-    with pytest.raises(ValueError, match=r"\b128 .*\[256\]"):
-        rms_norm_quantize(x_MK, torch.ones(256), 1e-6)
-    with pytest.raises(ValueError, match=r"\[2, 128\].*\[3, 128\]"):
-        rms_norm_quantize(x_MK, torch.ones(128), 1e-6, rows(3, 128))
-    with pytest.raises(ValueError, match=r"\b64 .*\b128\b"):
-        silu_mul_quantize(rows(2, 256)[:, :128])
+        call()

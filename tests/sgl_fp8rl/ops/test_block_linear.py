@@ -112,18 +112,15 @@ def test_gradients_of_experts(counts: tuple[int, ...], dtype: torch.dtype) -> No
             assert _error(dweight[expert], exact) < GRADIENT_ERROR
 
 
-def test_dequantized_weights_are_the_reference() -> None:
-    codes, scales = weights(3, 256, 384)
-    for dtype in (torch.bfloat16, torch.float32):
-        found = block_linear._dequantized(codes, scales, dtype)
-        assert torch.equal(found, dequantize_weight(codes, scales, dtype))
-
-
 def test_what_is_not_bf16_on_a_gpu_is_computed_by_the_reference() -> None:
     assert block_linear.product_of(drawn(1, 128)) == "reference"
     x = drawn(2, 128).float()
     found = block_linear.linear(x, *weights(128, 128))
     assert found.dtype == torch.float32 and torch.equal(found, fp8_linear(x, *weights(128, 128)))
+    codes, scales = weights(3, 256, 384)
+    for dtype in (torch.bfloat16, torch.float32):
+        values = block_linear._dequantized(codes, scales, dtype)
+        assert torch.equal(values, dequantize_weight(codes, scales, dtype))
 
 
 class FakeDeepGemm:

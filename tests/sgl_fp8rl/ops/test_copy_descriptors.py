@@ -51,21 +51,15 @@ def test_all_gpus_are_read_at_the_rates_that_end_together(
     assert lag(ordered, GPUS) <= 1 + 1e-9
 
 
-def test_in_the_order_of_names_they_are_not() -> None:
-    """The control: experts of one GPU after those of another."""
+def test_engines_begin_with_different_gpus() -> None:
+    """Of experts of one GPU after those of another, which is as uneven as can be: the control."""
     experts = copies([(segment, 128) for segment in range(3) for _ in range(8)])
     assert lag(experts, GPUS) == 8
-    assert lag(interleave(experts, GPUS, "GPU-b"), GPUS) == 1
-
-
-def test_engines_begin_with_different_gpus() -> None:
-    experts = copies([(segment, 128) for segment in range(3) for _ in range(8)])
-    orders = [
-        [GPUS[each.segment] for each in interleave(experts, GPUS, own)] for own in sorted(GPUS)
-    ]
-    assert [order[0] for order in orders] == sorted(GPUS)
+    orders = [interleave(experts, GPUS, own) for own in sorted(GPUS)]
+    assert [lag(order, GPUS) for order in orders] == [1, 1, 1]
+    assert [GPUS[order[0].segment] for order in orders] == sorted(GPUS)
     for together in zip(*orders, strict=True):  # as long as none is faster than another
-        assert sorted(together) == sorted(GPUS)
+        assert sorted(GPUS[each.segment] for each in together) == sorted(GPUS)
 
 
 def test_one_gpu_is_read_as_before() -> None:

@@ -58,14 +58,11 @@ def test_the_product(T: int, H: int, group: int, D: int, dtype: torch.dtype, gap
     assert (whole[:, channels:] == CANARY).all(), "written beyond the channels"
 
 
-def test_heads_may_be_a_dimension() -> None:
+def test_heads_may_be_a_dimension_and_factors_lie_apart() -> None:
     x = buffer(5, 8 * 64, 64, BF16)[:, : 8 * 64].unflatten(1, (8, 64))
     assert check(x, factors(2)).shape == (5, 8, 64)
-
-
-@pytest.mark.parametrize("stride", [0, 1, 3])
-def test_factors_may_lie_apart(stride: int) -> None:
-    assert not check(buffer(9, 512, 0, BF16), factors(4, stride)).isnan().any()
+    for stride in (0, 1, 3):
+        assert not check(buffer(9, 512, 0, BF16), factors(4, stride)).isnan().any()
 
 
 @pytest.mark.parametrize("factor", [0.7, -1.5e-3, 2.0**120, torch.inf, torch.nan], ids=str)
@@ -82,10 +79,7 @@ def test_every_16_bits(dtype: torch.dtype, factor: float) -> None:
     [
         ({"x": torch.zeros(3, 512)}, r"heads are torch\.float32"),
         ({"factor_H": torch.ones(2, dtype=BF16)}, r"their factors torch\.bfloat16"),
-        (
-            {"factor_H": torch.ones(3)},
-            r"512 channels do not divide .* factors of shape \(3,",
-        ),
+        ({"factor_H": torch.ones(3)}, r"512 channels do not divide .* of shape \(3,"),
         ({"factor_H": torch.ones(2, 1)}, r"do not divide into heads for factors of shape \(2, 1\)"),
         ({"out": torch.zeros(2, 512, dtype=BF16)}, r"out is torch\.bfloat16 \(2, 512\), x is"),
         ({"out": torch.zeros(3, 512, dtype=FP16)}, r"out is torch\.float16"),

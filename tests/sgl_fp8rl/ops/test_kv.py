@@ -28,47 +28,20 @@ def codes_of(values: list[float], scale: float = 1.0, dtype: torch.dtype = BF16)
     return [int(code) for code in codes.view(torch.uint8).flatten()]
 
 
-# ---- codes
+BY_HAND = [
+    *((0.0, 0x00), (-0.0, 0x80), (1.0, 0x38), (-1.0, 0xB8), (1e-40, 0x00), (-1e-40, 0x80)),
+    *((2.0**-9, 0x01), (7 * 2.0**-9, 0x07)),  # the least denormal and the largest
+    *((2.0**-10, 0x00), (-(2.0**-10), 0x80), (3 * 2.0**-10, 0x02)),  # ties, to the even code
+    *((2.0**-6, 0x08), (1.0625, 0x38), (1.1875, 0x3A)),
+    *((432.0, 0x7E), (448.0, 0x7E), (464.0, 0x7E), (466.0, 0x7E), (1e30, 0x7E), (-466.0, 0xFE)),
+    *((INF, 0x7E), (-INF, 0xFE), (NAN, 0x7F), (-NAN, 0x7F)),
+]
 
 
-@pytest.mark.parametrize(
-    ("value", "code"),
-    [
-        (0.0, 0x00),
-        (-0.0, 0x80),
-        (1.0, 0x38),
-        (-1.0, 0xB8),
-        (2.0**-9, 0x01),  # the least denormal
-        (2.0**-10, 0x00),  # ties: between 0 and 1, to the even code
-        (-(2.0**-10), 0x80),
-        (3 * 2.0**-10, 0x02),
-        (7 * 2.0**-9, 0x07),  # the largest denormal
-        (2.0**-6, 0x08),
-        (1.0625, 0x38),
-        (1.1875, 0x3A),
-        (432.0, 0x7E),
-        (448.0, 0x7E),
-        (464.0, 0x7E),
-        (466.0, 0x7E),
-        (1e30, 0x7E),
-        (-466.0, 0xFE),
-        (INF, 0x7E),
-        (-INF, 0xFE),
-        (NAN, 0x7F),
-        (-NAN, 0x7F),
-        (1e-40, 0x00),
-        (-1e-40, 0x80),
-    ],
-)
-def test_codes_that_were_worked_out_by_hand(value: float, code: int) -> None:
-    assert codes_of([value]) == [code]
-    assert codes_of([value] * 33) == [code] * 33  # vectorized
-
-
-def test_the_value_of_each_code_has_that_code() -> None:
-    values = [float(value) for value in oracle.E4M3]
-    want = [0x7F if math.isnan(value) else code for code, value in enumerate(values)]
-    assert codes_of(values) == codes_of(values, dtype=FP16) == want
+def test_codes_that_were_worked_out_by_hand() -> None:
+    for value, code in BY_HAND:
+        assert codes_of([value]) == [code], value
+        assert codes_of([value] * 33) == [code] * 33, f"{value}, vectorized"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -80,15 +53,9 @@ def test_codes_of_every_value_exhaustive(dtype: torch.dtype, scale: float) -> No
     np.testing.assert_array_equal(codes.numpy(), want)
 
 
-# ---- the store
-
-
 @given(any_bits())
 def test_any_bits_at_any_slots(made: Case) -> None:
     made.on("cpu").run(store_kv, read_back=True).check(made.want())
-
-
-# ---- statistics
 
 
 def test_statistics_that_were_counted_by_hand() -> None:
@@ -106,9 +73,6 @@ def test_statistics_that_were_counted_by_hand() -> None:
     assert got.stats.tolist() == [16, 28, 30, bits_of(500.0), bits_of(3.5)]
     top = torch.tensor(got.stats.tolist()[4], dtype=torch.int32).view(torch.float32)
     assert float(top) == 3.5  # as a reader decodes it
-
-
-# ---- controls
 
 
 def unsaturated(got: Got) -> None:
@@ -137,27 +101,62 @@ def cut(got: Got) -> None:
     )
 
 
+def nan_where_largest(got: Got) -> None:
+    codes = got.k_cache.box.view(torch.uint8)
+    codes[codes == 0x7E] = 0x7F
+
+
+def code_of_another_head(got: Got) -> None:
+    codes = got.k_cache.box.view(torch.uint8)
+    codes.copy_(codes.flip(1).clone())
+
+
+def slot_of_another_token(got: Got) -> None:
+    codes = got.v_cache.box.view(torch.uint8)
+    codes[got.slots] = codes[got.slots.flip(0)].clone()
+
+
+def run_again(got: Got, **changes: Tensor) -> None:
+    got.stats.copy_(torch.tensor([5, 1, 2, 0, 0]))
+    for name, value in changes.items():
+        setattr(got, name, value)
+    got.run(store_kv)
+
+
 def one_value_read_back(got: Got) -> None:
     assert got.back is not None
     got.back[1][0, 0, 0] += 8
 
 
-SPOILS: list[Callable[[Got], object]] = [unsaturated, by_reciprocal, cut, one_value_read_back]
-"""Others are in ``tests/gpu/test_kv_triton.py``."""
+SPOILS: dict[str, Callable[[Got], object]] = {
+    "no saturation": unsaturated,
+    "reciprocals": by_reciprocal,
+    "cut off": cut,
+    "read back": one_value_read_back,
+    "NaN for 448": nan_where_largest,
+    "one scale": lambda got: run_again(got, k_scale=got.k_scale.max().expand(len(got.k_scale))),
+    "scales swapped": lambda got: run_again(got, k_scale=got.v_scale, v_scale=got.k_scale),
+    "ulp of a scale": lambda got: run_again(
+        got, k_scale=(got.k_scale.view(torch.int32) + 1).view(torch.float32)
+    ),
+    "heads": code_of_another_head,
+    "tokens": slot_of_another_token,
+    "clipped": lambda got: got.stats[2].add_(1),
+    "largest": lambda got: got.stats[3].add_(1),
+    "beside": lambda got: got.v_cache.buffer[-1:].zero_(),
+}
+"""What a wrong store would leave, of kernels as well: the same ``check`` judges them."""
 
 
-@pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
-def test_control_a_wrong_store_is_seen(spoil: Callable[[Got], object]) -> None:
+@pytest.mark.parametrize("name", SPOILS)
+def test_control_a_wrong_store_is_seen(name: str) -> None:
     made = case((7, 16, 32), spread=2.0)
     want = made.want()
     got = made.on("cpu").run(store_kv, read_back=True)
     got.check(want)
-    spoil(got)
+    SPOILS[name](got)
     with pytest.raises(AssertionError):
         got.check(want)
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize(

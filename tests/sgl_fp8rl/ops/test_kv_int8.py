@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from scipy.linalg import hadamard
 from sgl_fp8rl.ops import kv_int8
 from sgl_fp8rl.ops.kv_int8 import rotate, rotate_queries, store_kv_int8, token_codes
 from sgl_fp8rl.ops.paged_decode import Codes, Pages, attend
-from tests.kv_int8_oracle import BLOCKS, Left, encode, left, matrix, rotated, want
+from tests.kv_int8_oracle import BLOCKS, encode, left, matrix, rotated, want
 from tests.kv_oracle import Case, any_bits, case
 
 Tensor = torch.Tensor
@@ -78,21 +78,14 @@ def test_queries_saturate_and_nan_stays() -> None:
 # ---- codes
 
 
-@pytest.mark.parametrize(
-    ("largest", "scale"),
-    [
-        (0.0, 2.0**-20),
-        (1e-30, 2.0**-20),
-        (127 * 2.0**-20, 2.0**-20),
-        (127.0, 1.0),
-        (127.5, 1.125),
-        (120.0, 0.9375 + 0.0625),
-        (119.0, 0.9375),
-        (65024.0, 512.0),
-        (1e30, 512.0),
-        (INF, 512.0),
-    ],
-)
+BY_HAND = [
+    *((0.0, 2.0**-20), (1e-30, 2.0**-20), (127 * 2.0**-20, 2.0**-20), (127.0, 1.0)),
+    *((127.5, 1.125), (120.0, 1.0), (119.0, 0.9375)),
+    *((65024.0, 512.0), (1e30, 512.0), (INF, 512.0)),
+]
+
+
+@pytest.mark.parametrize(("largest", "scale"), BY_HAND)
 def test_scales_that_were_worked_out_by_hand(largest: float, scale: float) -> None:
     x = torch.zeros(1, 1, 64, dtype=torch.float32)
     x[0, 0, 5] = -largest
@@ -188,39 +181,30 @@ def test_decode_over_it_is_near_attention_over_what_was_stored(dim: int) -> None
 # ---- controls
 
 
-def spoiled(name: str, monkeypatch: pytest.MonkeyPatch, made: Case) -> Left:
-    """What a wrong implementation leaves."""
-    if name == "V is rotated":
-        flip = replace(made, v_THD=rotate(made.v_THD).to(BF16))
-        return left(flip, store_kv_int8, "cpu")
-    if name == "steps of 1 / 128":
-        monkeypatch.setattr(kv_int8, "LARGEST_CODE", 128)
-    elif name == "K is not rotated":
-        monkeypatch.setattr(kv_int8, "rotate", lambda x: x.float())
-    elif name == "sides exchanged":
-        pack = kv_int8.pack_token_scales
-        monkeypatch.setattr(kv_int8, "pack_token_scales", lambda k, v: pack(v, k))
-    elif name == "a block of half the size":
-        monkeypatch.setattr(kv_int8, "LARGEST_BLOCK", 32)
-    return left(made, store_kv_int8, "cpu")
+def swapped(pack: Any) -> Any:
+    return lambda k, v: pack(v, k)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "V is rotated",
-        "steps of 1 / 128",
-        "K is not rotated",
-        "sides exchanged",
-        "a block of half the size",
-    ],
-)
+SPOILS: dict[str, tuple[str, Any]] = {
+    "steps of 1 / 128": ("LARGEST_CODE", 128),
+    "K is not rotated": ("rotate", lambda x: x.float()),
+    "sides exchanged": ("pack_token_scales", swapped(kv_int8.pack_token_scales)),
+    "a block of half the size": ("LARGEST_BLOCK", 32),
+}
+"""What a wrong implementation has in the place of a name."""
+
+
+@pytest.mark.parametrize("name", [*SPOILS, "V is rotated"])
 def test_control_a_wrong_store_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = case((5, 2, 64))
     wanted = want(made)
     left(made, store_kv_int8, "cpu").check(wanted)
+    if name in SPOILS:
+        monkeypatch.setattr(kv_int8, *SPOILS[name])
+    else:
+        made.v_THD = rotate(made.v_THD).to(BF16)
     with pytest.raises(AssertionError):
-        spoiled(name, monkeypatch, made).check(wanted)
+        left(made, store_kv_int8, "cpu").check(wanted)
 
 
 def test_control_the_oracle_has_the_least_scale_that_fits() -> None:

@@ -1,7 +1,6 @@
 """Prefill over values: the plan, the workspace and the reference kernel beside float64."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,12 +21,8 @@ def prefill(
 ) -> tuple[torch.Tensor, torch.Tensor, Workspace]:
     """Out and float64 of the last ``extends`` tokens of each sequence; ``size`` in bytes."""
     step = with_powers_of_two(step or draw(case, "cpu"))
-    rows = torch.cat(
-        [
-            torch.arange((b + 1) * case.queries - extend, (b + 1) * case.queries)
-            for b, extend in enumerate(extends)
-        ]
-    )
+    ends = [(b + 1) * case.queries for b in range(len(extends))]
+    rows = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, extends, strict=True)])
     q_NQD = step.q_NQD[rows]
     longest = max(case.lengths) + case.page
     workspace = Workspace(case.heads, case.dim, longest, q_NQD.dtype, CPU, size)
@@ -61,11 +56,9 @@ def test_any_batch_is_attended_to_as_by_float64(
     """Workspaces of 16 KiB, which hold one head of one sequence, to 256 KiB."""
     lengths = tuple(length for length, _ in sequences)
     extends = [min(length, 1 + extend) for length, extend in sequences]
-    case = Case(
-        lengths, heads=heads, group=2, dim=16, queries=9, page=page, int8=int8, window=window
-    )
-    step = draw(case, "cpu", seed)
-    out, wanted, workspace = prefill(replace(case, queries=9), extends, 1 << log_size, step)
+    shape = {"heads": heads, "group": 2, "dim": 16, "queries": 9, "page": page}
+    case = Case(lengths, **shape, int8=int8, window=window)
+    out, wanted, workspace = prefill(case, extends, 1 << log_size, draw(case, "cpu", seed))
     assert errors(out, wanted)[0] < ERROR
     for group in workspace.groups:
         held = len(group.pages_P) * page
@@ -125,12 +118,3 @@ def test_a_nan_of_one_sequence_reaches_no_other(int8: bool) -> None:
     written = len(workspace.groups[0].pages_P) * 16 * case.heads
     read = workspace.v_WD[:written]
     assert bool(read.isfinite().all()), "a kernel multiplies what it masks by 0"
-
-
-def test_no_sequence_is_no_output() -> None:
-    case = Case((20,), heads=2, dim=16, queries=4, page=16)
-    step = draw(case, "cpu")
-    workspace = Workspace(2, 16, 64, torch.bfloat16, CPU, 1 << 16)
-    for extends, lengths in (((), ()), ((0,), (0,))):
-        workspace.plan(step.pages.lengths_B, extends, lengths, step.pages.table_BP, 16)
-        assert not attend(step.q_NQD, step.codes, workspace, reference(step.scale)).any()

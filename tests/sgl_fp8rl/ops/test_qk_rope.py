@@ -41,9 +41,6 @@ def test_heads_that_are_not_finite_reach_the_cache_as_nan_and_no_other_head() ->
     assert stats[3] < 0x7F800000 and bool(torch.isfinite(torch.tensor(q)).all())
 
 
-# ---- controls
-
-
 def unrounded(x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     x = x_THD.float()
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_D
@@ -89,9 +86,6 @@ def test_control_a_wrong_argument_is_seen(name: str) -> None:
     spoil(made, name)
     with pytest.raises(AssertionError, match="differ"):
         assert_equal(made.on("cpu").run(norm_rope_store).left(), want)
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize(

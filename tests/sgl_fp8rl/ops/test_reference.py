@@ -44,18 +44,13 @@ def codes_of(codes: Tensor) -> oracle.Codes:
     return np.asarray(codes.view(torch.uint8).numpy())
 
 
-def assert_weight_bytes(weight: Tensor) -> None:
+def assert_oracle_bytes(x: Tensor) -> None:
+    """Of a weight and of activations."""
     for power_of_two in (False, True):
-        codes, scale = reference.quantize_weight(weight, power_of_two=power_of_two)
-        want = oracle.quantize_weight(f32(weight), power_of_two=power_of_two)
-        assert_bytes(codes, scale, *want)
-
-
-def assert_activation_bytes(x: Tensor) -> None:
-    for power_of_two in (False, True):
-        codes, scales = reference.quantize_activation(x, power_of_two=power_of_two)
-        want = oracle.quantize_activation(f32(x), power_of_two=power_of_two)
-        assert_bytes(codes, scales, *want)
+        found = reference.quantize_weight(x, power_of_two=power_of_two)
+        assert_bytes(*found, *oracle.quantize_weight(f32(x), power_of_two=power_of_two))
+        found = reference.quantize_activation(x, power_of_two=power_of_two)
+        assert_bytes(*found, *oracle.quantize_activation(f32(x), power_of_two=power_of_two))
 
 
 def assert_bytes(
@@ -66,11 +61,8 @@ def assert_bytes(
     np.testing.assert_array_equal(codes_of(codes), want_codes)
 
 
-def weight_excess(weight: Tensor, codes: Tensor, scale: Tensor) -> float:
-    return oracle.excess_error(f32(weight), codes_of(codes), scale.numpy(), rows=oracle.BLOCK)
-
-
-# ---- bytes
+def excess(x: Tensor, codes: Tensor, scale: Tensor, rows: int = oracle.BLOCK) -> float:
+    return oracle.excess_error(f32(x), codes_of(codes), scale.numpy(), rows=rows)
 
 
 def test_oracle_table_is_torch_e4m3() -> None:
@@ -81,9 +73,13 @@ def test_oracle_table_is_torch_e4m3() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_equal_the_oracle(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Which is within half an ulp."""
     x = randn(*shape, seed=sum(shape), dtype=dtype)
-    assert_weight_bytes(x)
-    assert_activation_bytes(x)
+    assert_oracle_bytes(x)
+    for power_of_two in (False, True):
+        assert excess(x, *reference.quantize_weight(x, power_of_two=power_of_two)) <= 1
+        tokens = reference.quantize_activation(x, power_of_two=power_of_two)
+        assert excess(x, *tokens, rows=1) <= 1
 
 
 def test_ties_round_to_even() -> None:
@@ -93,7 +89,7 @@ def test_ties_round_to_even() -> None:
     weight = torch.cat([middles, torch.tensor([448.0])])[:, None] * torch.tensor([1.0, -1.0])
     codes = codes_of(reference.quantize_weight(weight)[0])
     np.testing.assert_array_equal(codes % 2, 0)
-    assert_weight_bytes(weight)
+    assert_oracle_bytes(weight)
 
 
 def planted(value: float, *, into: float = 0.02) -> Tensor:
@@ -120,13 +116,12 @@ def planted(value: float, *, into: float = 0.02) -> Tensor:
     ],
 )
 def test_bytes_of_extreme_values(weight: Tensor) -> None:
-    assert_weight_bytes(weight)
-    assert_activation_bytes(weight)
+    assert_oracle_bytes(weight)
     for power_of_two in (False, True):
         codes, scale = reference.quantize_weight(weight, power_of_two=power_of_two)
         assert (scale >= torch.finfo(torch.float32).tiny).all()  # normal, so that none is flushed
         assert not codes.float().isnan().any()
-        assert weight_excess(weight, codes, scale) <= 1
+        assert excess(weight, codes, scale) <= 1
 
 
 def test_no_code_passes_448() -> None:
@@ -146,8 +141,7 @@ def test_no_code_passes_448() -> None:
     )
 )
 def test_any_finite_tensor_has_the_oracle_bytes(values: oracle.F32) -> None:
-    assert_weight_bytes(torch.from_numpy(values))
-    assert_activation_bytes(torch.from_numpy(values))
+    assert_oracle_bytes(torch.from_numpy(values))
 
 
 @given(
@@ -156,24 +150,10 @@ def test_any_finite_tensor_has_the_oracle_bytes(values: oracle.F32) -> None:
     st.floats(-30, 30),
     st.sampled_from(DTYPES[:2]),
 )
-def test_any_magnitude_has_the_oracle_bytes_and_bound(
+def test_any_magnitude_has_the_oracle_bytes(
     shape: tuple[int, int], seed: int, log_size: float, dtype: torch.dtype
 ) -> None:
-    weight = (randn(*shape, seed=seed) * 10.0**log_size).to(dtype)
-    assert_weight_bytes(weight)
-    assert weight_excess(weight, *reference.quantize_weight(weight)) <= 1
-
-
-# ---- laws
-
-
-@both
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_round_trip_error_is_half_an_ulp(shape: tuple[int, ...], power_of_two: bool) -> None:
-    x = randn(*shape)
-    assert weight_excess(x, *reference.quantize_weight(x, power_of_two=power_of_two)) <= 1
-    codes, scales = reference.quantize_activation(x, power_of_two=power_of_two)
-    assert oracle.excess_error(f32(x), codes_of(codes), scales.numpy(), rows=1) <= 1
+    assert_oracle_bytes((randn(*shape, seed=seed) * 10.0**log_size).to(dtype))
 
 
 def blocks_of_many_sizes() -> Tensor:
@@ -194,23 +174,19 @@ def blocks_of_many_sizes() -> Tensor:
 def test_a_misplaced_scale_breaks_the_bound(spoil: Callable[[Tensor], Tensor]) -> None:
     weight = blocks_of_many_sizes()
     codes, scale = reference.quantize_weight(weight)
-    assert weight_excess(weight, codes, scale) <= 1
-    assert weight_excess(weight, codes, spoil(scale)) > 1
+    assert excess(weight, codes, scale) <= 1
+    assert excess(weight, codes, spoil(scale)) > 1
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_dequantize_is_the_rounded_product(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     # A code has 4 significant bits and a scale 24: their product is exact in float64.
-    weight = randn(*shape)
-    codes, scale = reference.quantize_weight(weight)
-    exact = oracle.dequantize_weight(codes_of(codes), scale.numpy())
-    got = reference.dequantize_weight(codes, scale, dtype)
-    assert torch.equal(got, torch.from_numpy(exact).float().to(dtype))
-    codes, scales = reference.quantize_activation(weight)
-    exact = oracle.dequantize_activation(codes_of(codes), scales.numpy())
-    got = reference.dequantize_activation(codes, scales, dtype)
-    assert torch.equal(got, torch.from_numpy(exact).float().to(dtype))
+    for kind in ("weight", "activation"):
+        codes, scale = getattr(reference, f"quantize_{kind}")(randn(*shape))
+        exact = getattr(oracle, f"dequantize_{kind}")(codes_of(codes), scale.numpy())
+        got = getattr(reference, f"dequantize_{kind}")(codes, scale, dtype)
+        assert torch.equal(got, torch.from_numpy(exact).float().to(dtype))
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(-9, 30), st.sampled_from(DTYPES[:2]))
@@ -268,22 +244,25 @@ def test_strides_do_not_matter() -> None:
     assert torch.equal(scale, scale_c)
 
 
-# ---- refusals
-
-
 @given(
     st.integers(0, 199),
     st.integers(0, 299),
     st.sampled_from([float("nan"), float("inf"), -float("inf")]),
     st.booleans(),
 )
-def test_nan_and_inf_are_refused_in_any_position(
+def test_nan_and_inf_are_refused_in_a_weight_and_their_tokens_own(
     row: int, col: int, bad: float, power_of_two: bool
 ) -> None:
-    x = randn(200, 300)
+    """In any position. Tokens of other requests are computed with that one."""
+    x, weight = randn(200, 300), reference.quantize_weight(randn(40, 300))
+    sound = reference.fp8_linear(x, *weight, power_of_two=power_of_two)
     x[row, col] = bad
     with pytest.raises(ValueError, match="NaN or Inf"):
         reference.quantize_weight(x, power_of_two=power_of_two)
+    y = reference.fp8_linear(x, *weight, power_of_two=power_of_two)
+    others = torch.arange(len(x)) != row
+    assert y[row].isnan().all()
+    assert torch.equal(y[others], sound[others])
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FFF0000, 0x7FC00000, 0x7F800001, 0x7F800000, -1])
@@ -293,27 +272,6 @@ def test_no_nan_has_a_scale(bits: int) -> None:
     for power_of_two in (False, True):
         assert not reference.scale_of(amax, power_of_two=power_of_two).isfinite().any()
 
-
-@given(
-    st.integers(0, 199),
-    st.integers(0, 299),
-    st.sampled_from([float("nan"), float("inf"), -float("inf")]),
-    st.booleans(),
-)
-def test_nan_and_inf_of_a_token_are_its_own(
-    row: int, col: int, bad: float, power_of_two: bool
-) -> None:
-    """Tokens of other requests are computed with it."""
-    x, weight = randn(200, 300), reference.quantize_weight(randn(40, 300))
-    sound = reference.fp8_linear(x, *weight, power_of_two=power_of_two)
-    x[row, col] = bad
-    y = reference.fp8_linear(x, *weight, power_of_two=power_of_two)
-    others = torch.arange(len(x)) != row
-    assert y[row].isnan().all()
-    assert torch.equal(y[others], sound[others])
-
-
-# ---- linear
 
 FP32_ROUNDING = 2.0**-24
 
