@@ -7,6 +7,7 @@ import torch
 from sgl_fp8rl.formats.weight_format import (
     FP8_CAPABILITIES,
     NOT_FINITE,
+    NOT_POSITIVE,
     NOT_POWERS,
     Encoded,
     TensorSpec,
@@ -73,17 +74,11 @@ class BlockFP8(WeightFormat):
 
     def check_values(self, suffix: str, values: torch.Tensor) -> None:
         if suffix == SCALES:
-            finite = values <= LARGEST_SCALE
-        else:
-            # e4m3fn has no Inf, and isfinite does not know it: NaN is the code 0x7f of either sign
-            finite = (values.view(torch.uint8) & 0x7F) != 0x7F
-        if not bool(finite.all()):
+            if not bool(((values > 0) & (values <= LARGEST_SCALE)).all()):
+                raise ValueError(NOT_POSITIVE)
+        # e4m3fn has no Inf, and isfinite does not know it: NaN is the code 0x7f of either sign
+        elif bool(((values.view(torch.uint8) & 0x7F) == 0x7F).any()):
             raise ValueError(NOT_FINITE)
-        if suffix == SCALES and bool((values <= 0).any()):
-            raise ValueError(
-                "holds a scale that is not positive; send amax / 448, and a positive number for a "
-                "block of zeros"
-            )
 
 
 class BlockFP8UE8M0(BlockFP8):

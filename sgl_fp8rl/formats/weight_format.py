@@ -14,6 +14,10 @@ NOT_FINITE = (
     "holds NaN or Inf, or numbers too large for FP8 with a scale up to 2**48; check the trainer's "
     "weights before the update"
 )
+NOT_POSITIVE = (
+    "holds a scale that is not a positive number up to 2**48; check the trainer's quantization, and "
+    "send a positive number for a block of zeros"
+)
 NOT_POWERS = (
     "holds a scale that is not a power of two up to 2**48; round amax / 448 up to one before the "
     "weight is divided by it, or send it unquantized"

@@ -11,6 +11,7 @@ from sgl_fp8rl.formats import UNQUANTIZED, split_name
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.formats.weight_format import (
     NOT_FINITE,
+    NOT_POSITIVE,
     NOT_POWERS,
     ROW,
     WEIGHT_DTYPES,
@@ -119,8 +120,9 @@ class TritonWriter(WeightWriter):
         bad, tiles = self._status.read()
         if bad is not None:
             owner, suffix = split_name(name := self._names[bad])
-            rounded = suffix and self.table.kept_as(owner).power_of_two_scales
-            raise ValueError(f"{name} {NOT_POWERS if rounded else NOT_FINITE}")
+            rounded = self.table.kept_as(owner).power_of_two_scales if suffix else False
+            of_scales = NOT_POWERS if rounded else NOT_POSITIVE
+            raise ValueError(f"{name} {of_scales if suffix else NOT_FINITE}")
         self._check_written(tiles)
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 

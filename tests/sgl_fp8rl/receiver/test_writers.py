@@ -194,7 +194,7 @@ def test_a_nan_among_codes_is_refused(make: Make, bad: torch.Tensor) -> None:
 def test_a_scale_is_positive_and_finite(make: Make, bad: float) -> None:
     streamed = toy.quantized(toy.checkpoint())
     streamed["attn.k.weight_scale_inv"][1, 0] = bad
-    fault = r"attn\.k\.weight_scale_inv holds (NaN or Inf|a scale that is not positive)"
+    fault = r"attn\.k\.weight_scale_inv holds a scale that is not a positive number"
     with pytest.raises(ValueError, match=fault):
         toy.update(make(toy.toy(), toy.SHAPES), streamed)
 
