@@ -46,7 +46,7 @@ def entry_points(**of):
     return [other, *found] if of.get("group") == "verl.plugins" else found
 real, importlib.metadata.entry_points = importlib.metadata.entry_points, entry_points
 """
-PREFIX = "sgl_fp8rl.integrations.verl"
+PREFIX = "sgl_fp8rl.verl"
 STOCK = "verl.workers.rollout"
 
 
