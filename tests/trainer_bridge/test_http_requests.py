@@ -537,14 +537,25 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(fault) for fault in found.values()] == [ConnectionRefusedError] * 3
 
 
-@pytest.mark.parametrize("ends", ["late", "interrupted"])
-def test_requests_that_are_given_up_are_closed(ends: str) -> None:
+@pytest.mark.parametrize("ends", ["late", "interrupted", "interrupted as the thread starts"])
+def test_requests_that_are_given_up_are_closed(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By which SGLang aborts them; one of them has not even been read. The deadline is that of all
     of them."""
     closed: list[bool] = []
+    taken = threading.Event()
+    if "starts" in ends:
+
+        class Slow(threading.Thread):
+            def start(self) -> None:
+                super().start()
+                assert taken.wait(20)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(http_requests, "Thread", Slow)
 
     def serve(peers: Peers) -> None:
         peers[0][0].sendall(REPLY)
+        taken.set()
         if ends == "interrupted":
             os.kill(os.getpid(), signal.SIGINT)
         for peer, _ in peers[1:]:

@@ -81,15 +81,16 @@ def post_all(
     task = loop.create_task(batch.post(messages))
     # not of a pool, which takes no work any more once the interpreter ends
     thread = Thread(target=_run, args=(loop, task), name="fp8rl-http", daemon=True)
-    thread.start()
     try:
+        thread.start()  # waits until it runs, and may be interrupted there
         thread.join()
     except BaseException:
         with suppress(RuntimeError):  # it has ended
             loop.call_soon_threadsafe(task.cancel)
         raise
     finally:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
         batch.close()
     return task.result()
 
