@@ -15,8 +15,8 @@ NOT_FINITE = (
     "weights before the update"
 )
 NOT_POSITIVE = (
-    "holds a scale that is not a positive number up to 2**48; check the trainer's quantization, and "
-    "send a positive number for a block of zeros"
+    "holds a scale that is not a positive number up to 2**48; check the trainer's quantization, "
+    "and send a positive number for a block of zeros"
 )
 NOT_POWERS = (
     "holds a scale that is not a power of two up to 2**48; round amax / 448 up to one before the "

@@ -102,7 +102,7 @@ def test_whatever_is_not_finite_is_refused(fmt: WeightFormat) -> None:
     for suffix, tensor in fmt.encode(weight(128, 128)).items():
         if tensor.is_floating_point():
             tensor.view(-1)[-1] = float("nan")
-            with pytest.raises(ValueError, match="NaN or Inf|a positive number"):
+            with pytest.raises(ValueError, match=r"NaN or Inf|a positive number"):
                 fmt.check_values(suffix, tensor)
     # and a size of a layer is accepted, or refused with a reason
     assert fmt.refusal([256, 128], 512) is None
