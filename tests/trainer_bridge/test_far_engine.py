@@ -511,6 +511,13 @@ def test_after_two_failures_no_base_is_kept() -> None:
     sent(engines, step(tensors, 2), 2)
 
 
+def test_of_fp32_masters_is_sent_what_changed() -> None:
+    """An engine can read back what it was sent, though it holds BF16."""
+    engine = remote_engine(1, SMALL, IMAGE_BYTES)
+    tensors = {name: each.float() for name, each in toy.checkpoint(0).items()}
+    assert [sent(engine, tensors, version) < 0.1 for version in range(3)] == [False, True, True]
+
+
 def test_a_trainer_keeps_no_image_that_no_engine_keeps() -> None:
     """Nor where it is too large: it was restarted with less, or with none, say."""
     (engine,) = imaged()

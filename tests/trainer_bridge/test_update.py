@@ -111,7 +111,7 @@ def test_an_engine_with_dummy_weights_learns_what_it_keeps_in_fp32() -> None:
         tensors = toy.checkpoint(version, torch.float32)
         kept = "mlp.router.weight"
         result = update(tensors, engine, version=version)
-        sent = {n: t if t.dim() == 1 or n == kept else t.to(toy.BF16) for n, t in tensors.items()}
+        sent = {n: t if n == kept else t.to(toy.BF16) for n, t in tensors.items()}
         assert holds(engine, sent)
         whole = tensors if version == 0 else sent
         assert result.bytes == sum(t.numel() * t.itemsize for t in whole.values())
@@ -131,7 +131,7 @@ class Sockets:
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         self.ops.append(message["op"])
         if message["op"] == "layout":
-            return layout(state="serving", bucket_bytes=512)
+            return layout(state="serving", bucket_bytes=512, dtype="float32")
         if message["op"] == "begin":
             return {"sockets": [rank.path for rank in self.ranks], "token": TOKEN}
         assert message["op"] == "end"

@@ -149,9 +149,9 @@ def sources(
 ) -> list[Source]:
     """Plan how to read named tensors.
 
-    Matrices in FP32 or FP16 are sent in ``dtype``, the engine's, since it rounds them to that
-    before it quantizes. Small tensors keep their dtype, and so do those ``as_they_are``, which the
-    engine keeps in FP32. FP8 codes and their scales go as they are.
+    Weights in FP32 or FP16 are sent in ``dtype``, the engine's, since it rounds them to that, and
+    can read back what it was sent. Those ``as_they_are``, which the engine keeps in FP32, FP8 codes
+    and their scales go as they are.
 
     Args:
         family: ``model_type`` of the module that they are parameters of; None where the names are
@@ -273,7 +273,7 @@ def _as_bytes(codes: DTensor) -> DTensor:
 
 
 def _sent_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.dtype in WEIGHT_DTYPES and tensor.dim() > 1 else tensor.dtype
+    return dtype if tensor.dtype in WEIGHT_DTYPES else tensor.dtype
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
