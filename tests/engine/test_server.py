@@ -329,7 +329,12 @@ def test_bad_chunk(server: Server, policy: Path, tensors: Tensors, fault: str) -
         ("bf16", UP, float("nan"), f"{UP}.*NaN or Inf"),
         ("bf16", NORM, float("inf"), f"{NORM}.*NaN or Inf"),
         ("fp8", UP, 0xFF, f"{UP} holds NaN or Inf"),
-        ("fp8", f"{UP}_scale_inv", float("nan"), f"{UP}_scale_inv holds a scale that is not a positive"),
+        (
+            "fp8",
+            f"{UP}_scale_inv",
+            float("nan"),
+            f"{UP}_scale_inv holds a scale that is not a positive",
+        ),
         ("fp8", f"{UP}_scale_inv", -1.0, f"{UP}_scale_inv holds a scale that is not a positive"),
     ],
 )

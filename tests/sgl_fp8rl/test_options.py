@@ -85,7 +85,6 @@ ENTRIES = {
     ("sgl_fp8rl/engine/startup/kv_setup.py", "with_token_scales"),
     ("sgl_fp8rl/verl/server.py", "_our_arguments.Arguments.__new__"),
     ("sgl_fp8rl/engine/control/control.py", "Control.__init__"),
-    ("sgl_fp8rl/tools/cli.py", "_tune"),
 }
 """Where a process enters our code; ``sgl_fp8rl/options.py`` says what each hands on."""
 

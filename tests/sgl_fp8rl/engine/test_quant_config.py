@@ -12,23 +12,17 @@ from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.layers import linear, moe
 from sgl_fp8rl.engine.layers.quant_config import FP8RLConfig, LayerFormat, list_layers
 from sgl_fp8rl.formats.weight_format import WeightFormat
-from tests.experts_fakes import E, Experts, H, I, T
+from tests.experts_fakes import E, Experts, H, I
 
 
-@pytest.mark.usefixtures("publish")
-def test_experts_tell_how_many_a_token_takes() -> None:
-    """Those whose products are chosen here, and no other layer."""
-    layers = {"mlp": Experts(), "sglangs": Experts(activation="gelu"), "head": nn.Linear(4, 2)}
-    shape = (E, 2 * I, H)
-    assert list_layers(nn.ModuleDict(layers)) == [
-        LayerFormat("mlp", "block-fp8", None, shape, T),
-        LayerFormat("sglangs", "block-fp8", None, shape, None),
+def test_layers_are_listed_with_what_they_keep() -> None:
+    assert list_layers(nn.ModuleDict({"mlp": Experts(), "head": nn.Linear(4, 2)})) == [
+        LayerFormat("mlp", "block-fp8", None, (E, 2 * I, H)),
         LayerFormat(
             "head",
             "bf16",
             "router or other layer that the model builds without quantization",
             (2, 4),
-            None,
         ),
     ]
 
