@@ -14,6 +14,7 @@ from sgl_fp8rl.formats.padding import Padding
 NORMAL = {
     "bf16": (0.001, 0.003),  # healthy 0.0016
     "block-fp8": (0.02, 0.05),  # 0.037
+    "block-fp8-ue8m0": (0.02, 0.05),  # 0.037
     "channel-fp8": (0.02, 0.05),  # 0.037
     "int8": (0.005, 0.02),  # 0.011
 }
@@ -53,7 +54,7 @@ def dequantized(
 ) -> formats.Call:
     """Stands for SGLang's Triton kernel, without quantized activations."""
     weight = held[""].float() if arm == "bf16" else CHOICES[arm].decode(held)
-    padded = padding if arm == "block-fp8" else None
+    padded = padding if arm in formats.BLOCK_ARMS else None
 
     def run(x: torch.Tensor) -> torch.Tensor:
         x = padded.cols.pad(x) if padded else x
