@@ -285,7 +285,7 @@ def test_announced_shapes_and_dtypes_are_those_that_are_sent() -> None:
     assert announced == sent
     assert {n: dtype for n, (dtype, _) in sent.items()} == {
         "w": toy.BF16,
-        "v": torch.float32,
+        "v": toy.BF16,
         "half": toy.BF16,
         "codes": toy.FP8,
         "codes_scale_inv": torch.float32,
