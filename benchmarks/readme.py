@@ -59,10 +59,13 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
 
 
 def filled(match: re.Match[str]) -> str:
-    """A block made from its result file, or left as it is where there is none."""
+    """A block made from its result file.
+
+    Raises:
+        FileNotFoundError: there is none; the block would never be compared with anything.
+    """
     file, make = BLOCKS[match[2]]
-    path = RESULTS / file
-    return f"{match[1]}{make(read(path))}\n{match[3]}" if path.exists() else match[0]
+    return f"{match[1]}{make(read(RESULTS / file))}\n{match[3]}"
 
 
 def read(path: Path) -> Any:
