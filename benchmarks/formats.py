@@ -8,9 +8,9 @@ Each runs on the kernels that an engine runs: BF16 cuBLAS or Triton; block FP8 D
 where the layer is ragged, experts Triton; channel FP8 and INT8 sgl_kernel's CUTLASS GEMMs, experts
 Triton with the tiles that SGLang has for them. What is timed begins with BF16 activations: their
 quantization and padding is in it, which the norms and SiLUs of an engine save block FP8. Weights
-are normal, activations too, or with outliers (``gemm_inputs.py``). Errors are those
-of a float64 product of the BF16 values. Shape suffixes: M tokens, N x K the weight, R rows of
-experts, E experts, T experts a token.
+are normal, activations too, or with outliers (``gemm_inputs.py``). Errors are those of a float64
+product of the BF16 values. Shape suffixes: M tokens, N x K the weight, R rows of experts, E
+experts, T experts a token.
 """
 
 from collections.abc import Callable, Iterator
@@ -177,7 +177,6 @@ def _block_linear(
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda:
-            from sgl_fp8rl.engine import compat
             from sgl_fp8rl.ops.activation_triton import quantize_tokens
 
             tokens = quantize_tokens(x, within=within, power_of_two=power_of_two)
@@ -258,7 +257,6 @@ def _expert_gemm(
     scales that are powers of two."""
     import triton.language as tl
 
-    from sgl_fp8rl.engine import compat
     from sgl_fp8rl.ops.activation_triton import quantize_tokens
 
     weight, *scales = held.values()

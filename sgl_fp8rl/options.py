@@ -7,7 +7,7 @@ hand, and its result is handed on from there:
 - ``activate.check_scheduler_args``, before a scheduler starts, for its check;
 - ``FP8RLConfig.__init__``, which SGLang makes of the checkpoint, for the layers that stay BF16;
 - ``loader.choose_loader``, for the loader, which keeps it in ``EngineWeights``, where the
-  scheduler's hook and the start of the kernels find it;
+  scheduler's hook finds it;
 - verl's arguments, for the KV cache alone;
 - ``kv_setup.with_token_scales``, where SGLang sizes the KV cache;
 - ``Control.__init__``, in the main process, for the control channel.

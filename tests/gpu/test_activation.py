@@ -307,7 +307,7 @@ def sglang_quantize(x: Tensor) -> Quantized:
     "shape", [None, (1, 4096), (5, 128), (64, 12288), (129, 2048), (4099, 4096)], ids=str
 )
 def test_bytes_are_sglangs(device: str, shape: tuple[int, int] | None) -> None:
-    """Also of what is no ordinary number, of which newer kernels keep NaN."""
+    """Special values too; newer kernels of SGLang keep NaN, so those rows are left out there."""
     from sgl_fp8rl.engine import compat
 
     x = (planted() if shape is None else rows(*shape, spread=20)).to(device)

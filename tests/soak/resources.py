@@ -58,7 +58,7 @@ def sample(root: int, folder: Path, device: str, updates: int) -> Sample:
         "engine temporary files": sum(1 for _ in folder.rglob("*")),
     }
     here = os.getpid()
-    gc.collect()  # a failed update can leave a reference cycle, which is no growth
+    gc.collect()  # a failed update can leave a reference cycle; that is not a leak
     found |= {
         "trainer RSS MiB": _rss_mib(here),
         "trainer descriptors": len(_entries(here, "fd")),

@@ -116,8 +116,8 @@ ATTRIBUTES: dict[str, str] = {
     "sglang.srt.model_loader.loader.DefaultModelLoader": "load_model load_weights_and_postprocess",
     "sglang.srt.model_loader.loader.DefaultModelLoader.Source": "init_new model_or_path revision",
     # forward pass
-    f"{_FORWARD}.cuda_graph_config.CudaGraphConfig": "decode prefill",
-    f"{_FORWARD}.cuda_graph_config.PhaseConfig": "backend bs",
+    f"{_FORWARD}.cuda_graph_config.CudaGraphConfig": "prefill",
+    f"{_FORWARD}.cuda_graph_config.PhaseConfig": "backend",
     f"{_FORWARD}.model_runner.ModelRunner": (
         "decode_attention_backend_str gpu_id model model_config page_size "
         "prefill_attention_backend_str req_to_token_pool server_args token_to_kv_pool"

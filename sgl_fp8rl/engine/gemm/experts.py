@@ -5,14 +5,14 @@ Large batches run on DeepGEMM (``grouped_experts``), all others on SGLang's own 
 SGLang quantizes before each of the two GEMMs, in a separate launch. Here the codes of the first
 come from the norm before the experts (``fusion``) and those of the second from the SiLU, so a layer
 launches two kernels fewer and never stores ``silu(gate) * up`` in BF16. Routing, both GEMMs and the
-sum over a token's experts are SGLang's; the bytes are identical (for few tokens
-SGLang sums with a Triton kernel; here its CUDA kernel sums all batches).
+sum over a token's experts are SGLang's; the bytes are identical (for few tokens SGLang sums with a
+Triton kernel; here its CUDA kernel sums all batches).
 
 Shape suffixes: M tokens, T experts per token, H hidden, I channels of each half of gate_up; R =
 M * T rows, one for each token and expert.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ def _tiled_experts(
 
     w13, w2 = layer.w13_weight, layer.w2_weight
     M, T = topk_ids_MT.shape
-    up_tiles, down_tiles = tiles(w13.shape, w2.shape, T, M)
+    up_tiles, down_tiles = _tiles(w13.shape, w2.shape, T, M)
     routes = (
         topk_weights_MT,
         topk_ids_MT,
@@ -117,13 +117,13 @@ def _tiled_experts(
     return out_MH
 
 
-def tiles(
-    w13_shape: Sequence[int], w2_shape: Sequence[int], T: int, M: int
+def _tiles(
+    w13_shape: torch.Size, w2_shape: torch.Size, T: int, M: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """SGLang's Triton tiles for the two GEMMs of M tokens; they share ``BLOCK_SIZE_M``."""
     up, (down, _) = compat.try_get_optimal_moe_config(
-        tuple(w13_shape),
-        tuple(w2_shape),
+        w13_shape,
+        w2_shape,
         T,
         "fp8_w8a8",
         M,

@@ -64,7 +64,7 @@ def _why_stock(runner: Any) -> str | None:
     if not backend.is_auto():
         return f"--fp8-gemm-backend {backend.value} is set"
     if torch.cuda.get_device_capability(runner.gpu_id)[0] != 9:
-        return "its producers quantize for DeepGEMM on Hopper"
+        return "the GPU is not a Hopper, for which producers quantize"
     if runner.model_config.dtype != torch.bfloat16:
         return f"the model computes in {runner.model_config.dtype}"
     deterministic = compat.get_exec().deterministic

@@ -120,9 +120,11 @@ class TritonWriter(WeightWriter):
         bad, tiles = self._status.read()
         if bad is not None:
             owner, suffix = split_name(name := self._names[bad])
-            rounded = self.table.kept_as(owner).power_of_two_scales if suffix else False
-            of_scales = NOT_POWERS if rounded else NOT_POSITIVE
-            raise ValueError(f"{name} {of_scales if suffix else NOT_FINITE}")
+            fault = NOT_FINITE
+            if suffix:
+                rounded = self.table.kept_as(owner).power_of_two_scales
+                fault = NOT_POWERS if rounded else NOT_POSITIVE
+            raise ValueError(f"{name} {fault}")
         self._check_written(tiles)
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 

@@ -324,7 +324,7 @@ def test_a_stream_goes_on_with_names_of_its_manifest_once(
     with pytest.raises(SessionError, match=r"norm\.weight' is not due"):
         session.extend(["norm.weight"])
     weights.resume()
-    session = begin(weights, toy.checkpoint())  # it is no stream
+    session = begin(weights, toy.checkpoint())  # not a stream
     with pytest.raises(SessionError, match="is not due"):
         session.extend(["norm.weight"])
 
