@@ -22,8 +22,7 @@ ROWS_OF_EXPERT = 256
 
 def is_grouped(layer: Any, M: int, T: int) -> bool:
     """Whether M tokens of ``layer`` run here."""
-    large = ROWS_OF_EXPERT * len(layer.w13_weight) <= M * T
-    return bool(layer.quant_method.is_compiled) and large
+    return bool(layer.quant_method.is_compiled) and least_tokens(len(layer.w13_weight), T) <= M
 
 
 def grouped_experts(
@@ -62,13 +61,11 @@ def compile_grouped(layer: Any, T: int, largest: int) -> None:
 
     DeepGEMM selects its tile by the number of places that SGLang allocates, so each number runs
     once with no place in use, so that all blocks are skipped. The largest runs first, because torch
-    can reuse its memory for the smaller ones. Then one real batch runs, for the Triton kernels
-    around the GEMMs.
+    can reuse its memory for the smaller ones. The Triton kernels around the GEMMs compile when
+    ``kernel_checks`` runs a batch.
     """
-    from sgl_fp8rl.ops.activation_triton import quantize_tokens  # Triton, and a GPU
-
     E = len(layer.w13_weight)
-    least = -(-ROWS_OF_EXPERT * E // T)
+    least = least_tokens(E, T)
     if largest < least:
         return
     # one block more: newer versions of SGLang round the number up to a multiple of 4 first
@@ -81,13 +78,12 @@ def compile_grouped(layer: Any, T: int, largest: int) -> None:
         for P in reversed(rooms):
             none_P = torch.full((P,), -1, dtype=torch.int32, device=device)
             _grouped_gemm(empty_rows(P, weight.shape[2], device), weight, scales, none_P)
-    x_MH = torch.zeros(least, layer.w2_weight.shape[1], dtype=torch.bfloat16, device=device)
-    ids_MT = (torch.arange(least * T, device=device).view(least, T) % E).int()
-    weights_MT = torch.ones(least, T, device=device)
-    power_of_two = layer.quant_method.format.power_of_two_scales
-    tokens = quantize_tokens(x_MH, by_row=True, power_of_two=power_of_two)
-    grouped_experts(layer, tokens, weights_MT, ids_MT, 1.0, x_MH)
     torch.cuda.empty_cache()
+
+
+def least_tokens(E: int, T: int) -> int:
+    """From how many tokens on experts run here."""
+    return -(-ROWS_OF_EXPERT * E // T)
 
 
 def _places(M: int, T: int, E: int) -> int:

@@ -22,19 +22,31 @@ def compile_experts(model: Any) -> None:
     if not every:
         return
     layers = [layer for layer in every if takes_codes(layer)]
-    bound = max(compat.deep_gemm_warmup._BUILTIN_M_LIST)
-    largest = largest_batch(compat.get_schedule(), bound)
-    first: dict[Any, Any] = {}
     for layer in layers:
-        first.setdefault((layer.w13_weight.shape, layer.moe_runner_config.top_k), layer)
         layer.quant_method.is_compiled = True
-    for (_, top_k), layer in first.items():
-        compile_grouped(layer, top_k, largest)
+    for layer, top_k in one_of_each_shape(model):
+        compile_grouped(layer, top_k, largest_of_experts())
     logger.info(
         "experts of %d of %d layers take activations that their norms quantize",
         len(layers),
         len(every),
     )
+
+
+def one_of_each_shape(model: Any) -> list[tuple[Any, int]]:
+    """A layer of experts that run here, and how many a token has, for each of their shapes."""
+    first: dict[Any, Any] = {}
+    for layer in _layers(model):
+        if takes_codes(layer):
+            top_k = layer.moe_runner_config.top_k
+            first.setdefault((layer.w13_weight.shape, top_k), (layer, top_k))
+    return list(first.values())
+
+
+def largest_of_experts() -> int:
+    """The most tokens of a batch."""
+    bound = max(compat.deep_gemm_warmup._BUILTIN_M_LIST)
+    return largest_batch(compat.get_schedule(), bound)
 
 
 def keep_inputs(model: Any) -> None:

@@ -18,6 +18,7 @@ from sgl_fp8rl.engine.layers import fusion
 from sgl_fp8rl.engine.layers.linear import FP8RLLinearMethod
 from sgl_fp8rl.engine.startup import warmup
 from sgl_fp8rl.engine.startup.expert_kernels import compile_experts, keep_inputs
+from sgl_fp8rl.engine.startup.kernel_checks import check_experts, check_linears
 
 
 def prepare(original: Any, runner: Any) -> None:
@@ -35,16 +36,17 @@ def prepare(original: Any, runner: Any) -> None:
     shapes = sorted({(n, k) for n, k in (layer.weight.shape for layer in layers)})
     if rows := warmup.warm_up(shapes, runner):
         compat.deep_gemm_warmup._BUILTIN_M_LIST = rows  # for SGLang's own pass
-    if not layers:
-        return
-    if (why := _why_stock(runner)) is not None:
+    if layers and (why := _why_stock(runner)) is not None:
         runner.model.fp8rl_kernels = f"SGLang's own, since {why}"
-        return
-    for layer in layers:
-        layer.quant_method.kernel = gemm.deep_gemm
-    runner.model.fp8rl_kernels = "DeepGEMM"
-    compile_experts(runner.model)
-    fusion.fuse(runner.model)
+    elif layers:
+        for layer in layers:
+            layer.quant_method.kernel = gemm.deep_gemm
+        runner.model.fp8rl_kernels = "DeepGEMM"
+        check_linears(layers)
+        compile_experts(runner.model)
+        fusion.fuse(runner.model)
+    if not cpu_platform.is_active():
+        check_experts(runner.model)
 
 
 def gemm_layers(model: Any) -> Iterator[Any]:

@@ -56,11 +56,16 @@ class Rank:
         patch.setattr(warmup, "warm_up", self._warm_up)
         patch.setattr(compat.deep_gemm_warmup, "_BUILTIN_M_LIST", STOCK_SIZES)
         patch.setattr(startup, "gemm_layers", lambda _model: iter(self.layers))
+        patch.setattr(startup, "check_linears", self._check)
+        self.checked: list[gemm.Kernel | None] = []
 
     def _layer(self, n: int, k: int) -> nn.Module:
         layer = nn.Linear(k, n, bias=False, device="meta")
         layer.quant_method = object.__new__(FP8RLLinearMethod)  # type: ignore[assignment]
         return layer
+
+    def _check(self, layers: list[Any]) -> None:
+        self.checked = [layer.quant_method.kernel for layer in layers]
 
     def _warm_up(self, shapes: list[tuple[int, int]], _runner: Any) -> list[int] | None:
         self.shapes = shapes
@@ -77,7 +82,7 @@ class Rank:
 
 def test_each_layer_multiplies_codes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(start, monkeypatch)
-    assert rank.start() == [gemm.deep_gemm] * 3
+    assert rank.start() == rank.checked == [gemm.deep_gemm] * 3
     assert rank.shapes == [(256, 128), (512, 256)]
     assert rank.runner.model.fp8rl_kernels == "DeepGEMM"
 

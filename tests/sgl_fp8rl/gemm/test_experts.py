@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
+from torch import nn
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.gemm import experts, grouped_experts
 from sgl_fp8rl.engine.layers import fusion
 from sgl_fp8rl.engine.layers.moe import FP8RLMoEMethod, experts_reference
+from sgl_fp8rl.engine.startup import kernel_checks
 from sgl_fp8rl.formats import BLOCK_FP8_UE8M0, BLOCKS
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops import activation, activation_triton, expert_rows, expert_rows_triton
@@ -183,16 +185,68 @@ def test_each_number_of_places_is_compiled(
     grouped_experts.compile_grouped(layer, T, least - 1)
     assert kernels["grouped"] == []
     grouped_experts.compile_grouped(layer, T, 200)
-    *compiled, last, last_too = kernels["grouped"]
+    compiled = list(kernels["grouped"])
     middle = compiled.index(max(compiled), 1)
     for part in (compiled[:middle], compiled[middle:]):
         assert part == sorted(part, reverse=True), "the allocator would keep each size otherwise"
-    assert last == last_too in compiled  # one batch in earnest
     layer.quant_method.is_compiled = True
     for M in (least, least + 30, 200):
         kernels["grouped"].clear()
         experts.experts(layer, rows(M, H, spread=1), *routes(M))
         assert set(kernels["grouped"]) <= set(compiled)
+
+
+# ---- the check at a start
+
+
+@pytest.fixture
+def both_kernels(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> nn.Module:
+    """A model whose experts run on the other kernel from 40 tokens on."""
+    monkeypatch.setattr(grouped_experts, "ROWS_OF_EXPERT", 20)
+    publish(chunked_prefill_size=512, max_running_requests=64)
+    monkeypatch.setattr(compat.deep_gemm_warmup, "_BUILTIN_M_LIST", [2048])
+    layer = Experts(routed_scaling_factor=2.5)
+    layer.quant_method.is_compiled = True
+    return nn.ModuleList([nn.Linear(1, 1), layer, Experts(activation="gelu")])
+
+
+def test_right_experts_start(both_kernels: nn.Module, kernels: dict[str, Any]) -> None:
+    kernel_checks.check_experts(both_kernels)
+    assert len(kernels["configs"]) == len(kernels["grouped"]) == 2, "a product of each"
+
+
+def _weighted_twice(*args: Any, **options: Any) -> None:
+    product(*args[:12], True, *args[13:], **options)
+
+
+def _of_other_experts(*args: Any, **options: Any) -> None:
+    product(*args[:8], (args[8] + 1) % E, *args[9:], **options)
+
+
+def _not_a_number(*args: Any, **options: Any) -> None:
+    args[3].fill_(torch.nan)
+
+
+def _renamed(*args: Any, experts: Any) -> None: ...
+
+
+@pytest.mark.parametrize("wrong", [_weighted_twice, _of_other_experts, _not_a_number, _renamed])
+def test_experts_that_compute_otherwise_end_the_start(
+    wrong: Any, both_kernels: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat.SYMBOLS["invoke_fused_moe_kernel"].replace(":", "."), wrong)
+    with pytest.raises(RuntimeError, match="--moe-runner-backend deep_gemm"):
+        kernel_checks.check_experts(both_kernels)
+
+
+def test_wrong_experts_of_a_prefill_end_the_start(
+    both_kernels: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys.modules["deep_gemm"], "m_grouped_fp8_gemm_nt_contiguous", lambda a, b, y, _: y.zero_()
+    )
+    with pytest.raises(RuntimeError, match=f"{20 * E // T} tokens"):
+        kernel_checks.check_experts(both_kernels)
 
 
 # ---- tiles

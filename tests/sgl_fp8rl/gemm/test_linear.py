@@ -10,7 +10,8 @@ import torch
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.gemm import linear as gemm
 from sgl_fp8rl.engine.layers.linear import FP8RLLinearMethod, FP8RLUE8M0LinearMethod
-from sgl_fp8rl.formats.padding import Side
+from sgl_fp8rl.engine.startup import kernel_checks
+from sgl_fp8rl.formats.padding import Padding, Side
 from sgl_fp8rl.ops import activation_triton
 from sgl_fp8rl.ops.activation import Channels, attach, quantize_tokens
 from sgl_fp8rl.ops.reference import (
@@ -200,3 +201,29 @@ def test_powers_of_two_are_never_left_to_sglangs_linear(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(RuntimeError, match=r"block-fp8-ue8m0.*drop --enable-torch-compile"):
         method.apply(layer, x)
+
+
+def _of_the_first_block(codes: Any, scales: Any, weight: Any, weight_scales: Any) -> torch.Tensor:
+    return product(codes, scales, weight, weight_scales[:1].expand_as(weight_scales))
+
+
+def _with_an_option(codes: Any, scales: Any, weight: Any, scales_too: Any, layout: Any) -> None: ...
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("kernel", [product, _of_the_first_block, _with_an_option])
+def test_a_gemm_that_computes_otherwise_ends_the_start(
+    kernel: Any, is_padded: bool, layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_triton, "quantize_tokens", quantize_tokens)
+    method: Any = object.__new__(FP8RLLinearMethod)
+    method.kernel = kernel
+    if is_padded:
+        method.padding = Padding(Side(((0, N - 8),), N), Side(((64, K - 96),), K))
+    layer = SimpleNamespace(**vars(layer), quant_method=method)
+    layer.weight_scale_inv = layer.weight_scale_inv * torch.tensor([[1.0], [2.0]])
+    if kernel is product:
+        kernel_checks.check_linears([layer, layer])
+        return
+    with pytest.raises(RuntimeError, match="--fp8-gemm-backend triton"):
+        kernel_checks.check_linears([layer])
