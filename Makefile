@@ -3,7 +3,7 @@ PYTHON ?= python3
 OLDEST := 0.5.17
 NEWEST := 0.5.23
 
-VENV := .venv/$(OLDEST)
+VENV := .venv/$(NEWEST)
 READY := $(OLDEST:%=.venv/%/.ready) $(NEWEST:%=.venv/%/.ready)
 PACKAGES := $(READY:.ready=.packages)
 PIP := python -m pip --disable-pip-version-check
@@ -129,9 +129,9 @@ $(QUICK)/.ready: constraints/torch-2.13.0.txt pyproject.toml
 	touch $@
 
 # It lies over SGLang's environment, whose torch it uses: verl's own dependencies are many.
-.venv/verl/.ready: constraints/verl-0.9.1.txt $(VENV)/.ready
-	$(VENV)/bin/python -m venv --clear .venv/verl
-	$(VENV)/bin/python -c "import site; print(site.getsitepackages()[0])" \
+.venv/verl/.ready: constraints/verl-0.9.1.txt $(OLDEST:%=.venv/%/.ready)
+	.venv/$(OLDEST)/bin/python -m venv --clear .venv/verl
+	.venv/$(OLDEST)/bin/python -c "import site; print(site.getsitepackages()[0])" \
 		> "$$(.venv/verl/bin/python -c 'import site; print(site.getsitepackages()[0])')/sglang.pth"
 	.venv/verl/bin/$(PIP) install --no-deps --requirement $<
 	touch $@

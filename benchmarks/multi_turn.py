@@ -69,7 +69,7 @@ async def _conversation(engine: Any, given: serving.Prompts) -> list[dict[str, A
         tokens += more
         reply = await engine.async_generate(
             input_ids=list(tokens),
-            sampling_params={"max_new_tokens": ANSWER, "temperature": 1.0, "ignore_eos": True},
+            sampling_params={"max_new_tokens": ANSWER, "temperature": 1.0},
             return_logprob=True,
             logprob_start_len=-1,
         )

@@ -26,7 +26,7 @@ CHUNK: int = ENGINE["chunked_prefill_size"]
 PROMPT_BATCHES = 4
 """Batches that the prompts of a load come in."""
 REFERENCE = "stock-bf16"
-"""The arm whose kernels are the same in SGLang 0.5.17, of which the other result files are."""
+"""The arm whose kernels are the same in SGLang 0.5.17, of which Qwen3-32B's result file is."""
 ARMS = {arm.name: arm for arm in speed.ARMS}
 DECODE, PREFILL = "decode_step_ms", "prefill_s"
 Medians = dict[tuple[str, str], dict[str, float]]
@@ -50,11 +50,16 @@ def passes(load: Load) -> int:
 
 
 def solved(rows: Sequence[Row]) -> dict[str, float]:
-    """Coefficients with the least sum of squared relative errors."""
-    names = list(rows[0][0])
-    matrix = np.array([[quantities[name] / ms for name in names] for quantities, ms, _ in rows])
-    solution, *_ = np.linalg.lstsq(matrix, np.array([1 - known / ms for _, ms, known in rows]))
-    return dict(zip(names, map(float, solution), strict=True))
+    """Coefficients of at least 0 with the least sum of squared relative errors."""
+    target = np.array([1 - known / ms for _, ms, known in rows])
+    names, found = list(rows[0][0]), dict.fromkeys(rows[0][0], 0.0)
+    while True:
+        matrix = np.array([[quantities[name] / ms for name in names] for quantities, ms, _ in rows])
+        solution = dict(zip(names, map(float, np.linalg.lstsq(matrix, target)[0]), strict=True))
+        least = min(solution, key=solution.__getitem__)
+        if solution[least] >= 0:
+            return found | solution
+        names.remove(least)
 
 
 def fit(

@@ -132,8 +132,7 @@ def config(shape: Shape) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000,
         "tie_word_embeddings": False,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
+        "eos_token_id": None,  # answers end at the length that was asked for
     }
     if not shape.experts:
         return common

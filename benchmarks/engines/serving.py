@@ -92,9 +92,8 @@ def generate(
     each = [new] * len(prompts) if isinstance(new, int) else list(new)
     replies = engine.generate(
         input_ids=prompts,
-        sampling_params=[
-            {"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True} for count in each
-        ],
+        # without ``ignore_eos``, for which SGLang 0.5.23 holds room for whole answers
+        sampling_params=[{"max_new_tokens": count, "temperature": 1.0} for count in each],
         return_logprob=True,
         logprob_start_len=start_len,
     )

@@ -65,10 +65,9 @@ SYMBOLS = symbols.SYMBOLS | layer_methods.SYMBOLS
 ATTRIBUTES = (attributes.ATTRIBUTES, attention_backends.ATTRIBUTES, layer_methods.ATTRIBUTES)
 """An owner may be in several."""
 TESTED_VERSIONS = ("0.5.17", "0.5.23")
-"""Passed the tests that need no GPU."""
-GPU_TESTED_VERSIONS = ("0.5.17",)
-"""Passed ``tests/gpu``; the last one bounds the extra ``sglang`` in pyproject.toml."""
-INSTALL = f"pip install sglang=={GPU_TESTED_VERSIONS[-1]}"
+"""Passed the tests that need no GPU, and ran ``tests/gpu`` (tests/GPU.md); the extra ``sglang`` in
+pyproject.toml installs the last one."""
+INSTALL = f"pip install sglang=={TESTED_VERSIONS[-1]}"
 """What to run where SGLang is missing."""
 
 

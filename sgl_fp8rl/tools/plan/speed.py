@@ -51,12 +51,11 @@ KV8 = "--kv-cache-dtype fp8_e4m3"
 XQA = "--prefill-attention-backend fa3 --decode-attention-backend trtllm_mha --page-size 64"
 ARMS = (
     Arm("stock-bf16", False, BF16, ""),
-    Arm("stock-bf16-kv8-xqa", False, E4M3, f"{KV8} {XQA}"),
     Arm("stock-block-fp8", True, BF16, "--quantization fp8", "stock-bf16"),
     Arm("stock-block-fp8-kv8-xqa", True, E4M3, f"--quantization fp8 {KV8} {XQA}"),
     Arm("fp8rl", True, BF16, "--quantization fp8rl", "stock-bf16"),
     Arm("fp8rl-kv8", True, E4M3, f"--quantization fp8rl {KV8}"),
-    Arm("fp8rl-kv8-int8", True, INT8, "--quantization fp8rl --fp8rl-kv-cache int8", "fp8rl-kv8"),
+    Arm("fp8rl-kv8-int8", True, INT8, "--quantization fp8rl --fp8rl-kv-cache int8"),
 )
 
 
