@@ -1,4 +1,4 @@
-"""INT8 stores of a KV cache in NumPy and plain loops, to hold any ``store_kv_int8`` against.
+"""INT8 stores of a KV cache in NumPy and plain loops, to hold any ``store_kv`` against.
 
 The oracle shares no code with ``sgl_fp8rl.ops``: the rotation recurses over even and odd channels,
 scales are rounded by ``frexp``, codes by comparing with the integers around them. What the contract
@@ -8,13 +8,14 @@ Shape suffixes as in ``sgl_fp8rl.ops.kv_int8``.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.kv_oracle import SLOTS, Case, bits_of, bytes_of
+from sgl_fp8rl.ops.kv import Cache
+from tests.kv_oracle import SLOTS, Case, Store, bits_of, bytes_of
 
 Tensor = torch.Tensor
 F32 = NDArray[np.float32]
@@ -83,12 +84,6 @@ def word(k_scale: np.float32, v_scale: np.float32) -> int:
     return k >> 16 | v >> 16 << 16
 
 
-class Store(Protocol):
-    """``store_kv_int8`` of the reference or of the kernel."""
-
-    def __call__(self, *args: Tensor, read_back: bool) -> tuple[Tensor, Tensor] | None: ...
-
-
 @dataclass
 class Left:
     """What a store leaves."""
@@ -121,7 +116,8 @@ def left(made: Case, store: Store, device: str, *, read_back: bool = True) -> Le
     scales_HS = rows[1:-1]
     caches = got.k_cache, got.v_cache
     codes = [cache.box.view(torch.int8) for cache in caches]
-    back = store(got.k, got.v, got.slots, *codes, scales_HS, got.stats, read_back=read_back)
+    into = Cache(codes[0], codes[1], token_scales_HS=scales_HS, stats_C=got.stats)
+    back = store(got.k, got.v, got.slots, into, read_back=read_back)
     assert (back is not None) == read_back
     assert bool((rows[[0, -1]] == UNUSED).all()), "scales of other heads were written"
     for cache in caches:

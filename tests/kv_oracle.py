@@ -15,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from sgl_fp8rl.ops import kv
 from tests import oracle
 
 Tensor = torch.Tensor
@@ -62,7 +63,9 @@ def store(
 class Store(Protocol):
     """``store_kv`` of the reference or of the kernel."""
 
-    def __call__(self, *args: Tensor, read_back: bool) -> tuple[Tensor, Tensor] | None: ...
+    def __call__(
+        self, k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, cache: kv.Cache, *, read_back: bool
+    ) -> tuple[Tensor, Tensor] | None: ...
 
 
 class Cache:
@@ -147,8 +150,8 @@ class Got:
     def run(self, store_kv: Store, *, read_back: bool = False) -> "Got":
         """Call it; returns self."""
         caches, scales = (self.k_cache.box, self.v_cache.box), (self.k_scale, self.v_scale)
-        given = self.k, self.v, self.slots, *caches, *scales, self.stats
-        self.back = store_kv(*given, read_back=read_back)
+        cache = kv.Cache(*caches, *scales, stats_C=self.stats)
+        self.back = store_kv(self.k, self.v, self.slots, cache, read_back=read_back)
         return self
 
     def check(self, want: tuple[Codes, Codes, list[int]]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_fp8rl.ops.qk_rope import Cache, Norms
+from sgl_fp8rl.ops.kv import Cache
+from sgl_fp8rl.ops.qk_rope import Norms
 from tests import kv_int8_oracle, kv_oracle, oracle
 from tests.kv_oracle import SLOTS, Codes
 

@@ -21,8 +21,8 @@ from benchmarks.kernels.pair import (
 )
 from benchmarks.measuring import Call
 from sgl_fp8rl.ops import kv_triton, qk_rope_triton
-from sgl_fp8rl.ops.kv import STATS
-from sgl_fp8rl.ops.qk_rope import Cache, Norms
+from sgl_fp8rl.ops.kv import STATS, Cache
+from sgl_fp8rl.ops.qk_rope import Norms
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 DEVICE = "cuda"
@@ -132,16 +132,7 @@ def store() -> Iterator[Pair]:
 
 def our_store(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, cache: Cache) -> None:
     """One launch, which counts what it clips."""
-    kv_triton.store_kv(
-        k_THD,
-        v_THD,
-        slots_T,
-        cache.k_SHD,
-        cache.v_SHD,
-        *_scales(cache),
-        cache.stats_C,
-        read_back=False,
-    )
+    kv_triton.store_kv(k_THD, v_THD, slots_T, cache, read_back=False)
 
 
 def stock_store(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, cache: Cache) -> None:

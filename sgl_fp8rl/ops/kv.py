@@ -1,14 +1,20 @@
-"""FP8 keys and values in plain torch: the reference for ``kv_triton.py``, and the implementation
-of CPU engines.
+"""Stores of 8-bit keys and values in plain torch: the reference for ``kv_triton.py``, and the
+implementation of CPU engines.
 
-A value is ``code * scale``, one FP32 scale for each KV head. Writes saturate: not every torch
-version and GPU does so in the cast, and one NaN in the cache spoils all tokens that attend to it.
+Over E4M3 a value is ``code * scale``, one FP32 scale for each KV head. Writes saturate: not every
+torch version and GPU does so in the cast, and one NaN in the cache spoils all tokens that attend to
+it. INT8 is ``kv_int8.py``.
 
 Shape suffixes: T tokens, H KV heads of this rank, D head dim, S slots, C statistics.
 """
 
+from dataclasses import dataclass
+
 import torch
 
+from sgl_fp8rl.ops import kv_int8
+from sgl_fp8rl.ops.expect import SIXTEEN_BITS, expect
+from sgl_fp8rl.ops.paged_decode import Codes, pack_token_scales
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
 
 STATS = 5
@@ -18,6 +24,16 @@ PADDING_SLOT = 0
 """Where SGLang writes the padding tokens of a batch; they are stored but not counted."""
 
 _INF = 0x7F800000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache(Codes):
+    """The caches of a layer, any strides over slots and heads, and their statistics."""
+
+    stats_C: torch.Tensor
+    """int64 ``[STATS]``, contiguous. An element is clipped if ``|x / scale| > 448``, over INT8 if
+    it exceeds ``127 * LARGEST_SCALE``, of K after it was rotated: Inf is, NaN is not. Neither
+    counts as largest magnitude, which is that before a rotation."""
 
 
 def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
@@ -38,11 +54,7 @@ def store_kv(
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     slots_T: torch.Tensor,
-    k_cache_SHD: torch.Tensor,
-    v_cache_SHD: torch.Tensor,
-    k_scale_H: torch.Tensor,
-    v_scale_H: torch.Tensor,
-    stats_C: torch.Tensor,
+    cache: Cache,
     *,
     read_back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -51,35 +63,58 @@ def store_kv(
     Args:
         k_THD: BF16 or FP16, any strides over tokens and heads; V's head dim may differ.
         slots_T: int64; only ``PADDING_SLOT`` may be repeated.
-        k_cache_SHD: float8_e4m3fn, any strides over slots and heads.
-        k_scale_H: FP32, above zero, read on the device.
-        stats_C: int64 ``[STATS]``, contiguous, updated in place. An element is clipped if
-            ``|x / scale| > 448``: Inf is, NaN is not, and neither counts as largest magnitude.
 
     Returns:
-        With ``read_back`` the codes of K and of V as values of their dtype (exact): what decode
-        will read, still divided by the scale.
+        With ``read_back`` what decode will read of K and of V, exact: over E4M3 still divided by
+        the scale, in their dtype; over INT8 FP16, K rotated.
 
     Raises:
         ValueError: shapes or dtypes do not match.
     """
-    check_store(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, stats_C)
-    check_scales(k_scale_H, v_scale_H, k_THD.shape[1])
-    values = []
-    for side, (x_THD, cache_SHD, scale_H) in enumerate(
-        ((k_THD, k_cache_SHD, k_scale_H), (v_THD, v_cache_SHD, v_scale_H))
-    ):
-        scaled = _divide(x_THD, scale_H)
-        codes = _encode(scaled)
+    check_store(k_THD, v_THD, slots_T, cache)
+    values, token_scales = [], []
+    sides = (k_THD, cache.k_SHD, cache.k_scale_H), (v_THD, cache.v_SHD, cache.v_scale_H)
+    for side, (x_THD, cache_SHD, scale_H) in enumerate(sides):
+        if scale_H is None:
+            stored_THD = kv_int8.rotate(x_THD) if side == 0 else x_THD.float()
+            codes_THD, scale_TH = kv_int8.encode(stored_THD)
+            clipped_THD = stored_THD.abs() > kv_int8.LARGEST_CODE * kv_int8.LARGEST_SCALE
+            token_scales.append(scale_TH)
+            values.append((codes_THD * scale_TH[..., None]).half())
+        else:
+            scaled_THD = _divide(x_THD, scale_H)
+            codes_THD, clipped_THD = _encode(scaled_THD), scaled_THD.abs() > FP8_MAX
+            values.append(codes_THD.to(x_THD.dtype))
         # As bytes: not every torch version and device can index FP8.
-        cache_SHD.view(torch.uint8)[slots_T] = codes.view(torch.uint8)
-        count(x_THD, scaled.abs() > FP8_MAX, slots_T, stats_C, side)
-        if read_back:
-            values.append(codes.to(x_THD.dtype))
+        cache_SHD.view(torch.uint8)[slots_T] = codes_THD.view(torch.uint8)
+        _count(x_THD, clipped_THD, slots_T, cache.stats_C, side)
+    if cache.token_scales_HS is not None:
+        cache.token_scales_HS[:, slots_T] = pack_token_scales(token_scales[0], token_scales[1])
     return (values[0], values[1]) if read_back else None
 
 
-def count(
+def check_store(
+    k_THD: torch.Tensor, v_THD: torch.Tensor, slots_T: torch.Tensor, cache: Cache
+) -> None:
+    """Raise ValueError if the arguments of ``store_kv`` do not match."""
+    expect("K", k_THD, SIXTEEN_BITS, ("tokens", "KV heads", "head dim"))
+    T, H, _ = k_THD.shape
+    expect("V", v_THD, k_THD.dtype, (T, H, "head dim"))
+    scales_HS = cache.token_scales_HS
+    codes = FP8_DTYPE if scales_HS is None else torch.int8
+    expect("the K cache", cache.k_SHD, codes, ("slots", *k_THD.shape[1:]))
+    expect("the V cache", cache.v_SHD, codes, ("slots", *v_THD.shape[1:]))
+    expect("the slots", slots_T, torch.int64, (T,), dense=False)
+    expect("the statistics", cache.stats_C, torch.int64, (STATS,))
+    if scales_HS is not None:
+        expect("the scales of tokens", scales_HS, torch.int32, (H, len(cache.k_SHD)))
+        return
+    for name, scale_H in (("K", cache.k_scale_H), ("V", cache.v_scale_H)):
+        assert scale_H is not None
+        expect(f"the {name} scales", scale_H, torch.float32, (H,), dense=False)
+
+
+def _count(
     x_THD: torch.Tensor,
     clipped_THD: torch.Tensor,
     slots_T: torch.Tensor,
@@ -96,63 +131,6 @@ def count(
         bits = x_THD.float().abs().view(torch.int32)
         top = torch.where((bits < _INF) & counted, bits, 0).max()
         stats_C[3 + side] = torch.maximum(stats_C[3 + side], top)
-
-
-def check_store(
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    slots_T: torch.Tensor,
-    k_cache_SHD: torch.Tensor,
-    v_cache_SHD: torch.Tensor,
-    stats_C: torch.Tensor,
-    codes: torch.dtype = FP8_DTYPE,
-) -> None:
-    """Raise ValueError if the arguments of ``store_kv`` but for the scales do not match.
-
-    Args:
-        codes: what the caches hold.
-    """
-    for name, x_THD, cache_SHD in (("K", k_THD, k_cache_SHD), ("V", v_THD, v_cache_SHD)):
-        if x_THD.dtype not in (torch.bfloat16, torch.float16) or x_THD.dim() != 3:
-            raise ValueError(
-                f"{name} is {x_THD.dtype} of shape {list(x_THD.shape)}; "
-                f"pass BF16 or FP16 [tokens, KV heads, head dim]"
-            )
-        if cache_SHD.dtype != codes or cache_SHD.shape[1:] != x_THD.shape[1:]:
-            raise ValueError(
-                f"the {name} cache is {cache_SHD.dtype} of shape {list(cache_SHD.shape)}; pass "
-                f"{str(codes)[6:]} [slots, {x_THD.shape[1]}, {x_THD.shape[2]}], like {name}"
-            )
-        if x_THD.stride(2) != 1 or cache_SHD.stride(2) != 1:
-            raise ValueError(
-                f"heads of {name} or of its cache are not contiguous (strides "
-                f"{x_THD.stride()} and {cache_SHD.stride()}); pass views whose last stride is 1"
-            )
-    if k_THD.shape[:2] != v_THD.shape[:2] or k_THD.dtype != v_THD.dtype:
-        raise ValueError(
-            f"K is {k_THD.dtype} {list(k_THD.shape)} and V {v_THD.dtype} {list(v_THD.shape)}; "
-            f"pass both with the same dtype, tokens and KV heads"
-        )
-    if slots_T.dtype != torch.int64 or slots_T.shape != k_THD.shape[:1]:
-        raise ValueError(
-            f"the slots are {slots_T.dtype} of shape {list(slots_T.shape)}; "
-            f"pass int64, one for each of {k_THD.shape[0]} tokens"
-        )
-    if stats_C.dtype != torch.int64 or stats_C.shape != (STATS,) or not stats_C.is_contiguous():
-        raise ValueError(
-            f"the statistics are {stats_C.dtype} of shape {list(stats_C.shape)}; "
-            f"pass {STATS} contiguous int64"
-        )
-
-
-def check_scales(k_scale_H: torch.Tensor, v_scale_H: torch.Tensor, heads: int) -> None:
-    """Raise ValueError unless these are E4M3 scales, one for each KV head."""
-    for name, scale_H in (("K", k_scale_H), ("V", v_scale_H)):
-        if scale_H.dtype != torch.float32 or scale_H.shape != (heads,):
-            raise ValueError(
-                f"the {name} scales are {scale_H.dtype} of shape {list(scale_H.shape)}; "
-                f"pass FP32, one for each of {heads} KV heads"
-            )
 
 
 def _divide(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:

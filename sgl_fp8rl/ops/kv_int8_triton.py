@@ -1,8 +1,7 @@
-"""INT8 keys and values on the GPU: one launch stores K and V of a layer, with statistics.
+"""INT8 keys, values and queries on the GPU; ``kv_triton.py`` stores keys and values.
 
-The bytes and the statistics are those of ``kv_int8.py``: the rotation adds in its order, a pair at
-a time, so that what a token has depends on no other. Only results are allocated and nothing is
-synchronized, so a CUDA graph can capture it; slots are read at replay.
+The bytes are those of ``kv_int8.py``: the rotation adds in its order, a pair at a time, so that
+what a token has depends on no other. Only results are allocated and nothing is synchronized.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -17,54 +16,15 @@ from sgl_fp8rl.ops.kv_int8 import (
     LARGEST_SCALE,
     LEAST_SCALE,
     block_of,
-    check_store_int8,
 )
-from sgl_fp8rl.ops.kv_triton import PADDING, bits_of, count, magnitude, rows_of
+from sgl_fp8rl.ops.paged_decode import Codes
 
-
-def store_kv_int8(
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    slots_T: torch.Tensor,
-    k_cache_SHD: torch.Tensor,
-    v_cache_SHD: torch.Tensor,
-    token_scales_HS: torch.Tensor,
-    stats_C: torch.Tensor,
-    *,
-    read_back: bool,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``kv_int8.store_kv_int8`` on the current stream; there is what it takes and raises."""
-    check_store_int8(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, token_scales_HS, stats_C)
-    T, H, D_K = k_THD.shape
-    D_V = v_THD.shape[2]
-    # Without read_back these are never written to.
-    k_back, v_back = (
-        x_THD.new_empty(x_THD.shape if read_back else 0, dtype=torch.float16)
-        for x_THD in (k_THD, v_THD)
-    )
-    width = triton.next_power_of_2(max(D_K, D_V))
-    rows = rows_of(T * H, width)
-    k_scales_HS, v_scales_HS = halves(token_scales_HS)
-    if T * H:
-        with torch.cuda.device_of(stats_C):  # a kernel starts on the current device
-            _store_rows[(triton.cdiv(T * H, rows), 2)](
-                (k_THD, k_cache_SHD, k_scales_HS, k_back),
-                (v_THD, v_cache_SHD, v_scales_HS, v_back),
-                (*k_THD.stride()[:2], *k_cache_SHD.stride()[:2], *k_scales_HS.stride()),
-                (*v_THD.stride()[:2], *v_cache_SHD.stride()[:2], *v_scales_HS.stride()),
-                slots_T,
-                stats_C,
-                T * H,
-                HEADS=H,
-                D_K=D_K,
-                D_V=D_V,
-                LOG_BLOCK=log_block(D_K),
-                COLS=width,
-                ROWS=rows,
-                READ_BACK=read_back,
-                num_warps=4,
-            )
-    return (k_back, v_back) if read_back else None
+# Elements per program. Small programs spread a decode batch over the SMs; large ones keep more
+# loads in flight. Nothing else depends on the batch: serving compiles nothing after the first
+# decode and the first prefill.
+_SMALL, _LARGE = 1024, 4096
+_MANY = 2**20
+"""Elements of K from which programs are large: eight programs per SM of an H200."""
 
 
 def rotate_queries(q_THD: torch.Tensor) -> torch.Tensor:
@@ -101,9 +61,17 @@ def to_bf16(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def halves(token_scales_HS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the BF16 bits of K's and of V's scales, int16 with a last stride of 2."""
-    bits = token_scales_HS.view(torch.int16)
+def rows_of(heads: int, width: int) -> int:
+    """How many of so many heads, padded to a width, a program takes."""
+    return max((_LARGE if heads * width >= _MANY else _SMALL) // width, 1)
+
+
+def scales_of(codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of K and of V: of INT8 views of their BF16 bits, int16 ``[H, S]``."""
+    if codes.token_scales_HS is None:
+        assert codes.k_scale_H is not None and codes.v_scale_H is not None
+        return codes.k_scale_H, codes.v_scale_H
+    bits = codes.token_scales_HS.view(torch.int16)
     return bits[:, ::2], bits[:, 1::2]
 
 
@@ -172,82 +140,6 @@ def bf16_bits(scale: tl.tensor) -> tl.tensor:
 def clipped_int8(x: tl.tensor, real: tl.tensor) -> tl.tensor:
     """1 where an unpadded element exceeds the largest code times the largest scale, int32."""
     return (real & (tl.abs(x) > _LARGEST)).to(tl.int32)
-
-
-@triton.jit
-def _store_side(
-    memory: tl.tuple,
-    strides: tl.tuple,
-    slots: tl.tensor,
-    stats: tl.tensor,
-    rows: tl.tensor,
-    SIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    LOG_BLOCK: tl.constexpr,
-    COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    READ_BACK: tl.constexpr,
-) -> None:
-    """Store ``ROWS`` heads of K (side 0) or of V (side 1), ordered by token, then head."""
-    x, cache, scales, back = memory
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, COLS)[None, :]
-    inside = row < rows
-    token = (row // HEADS).to(tl.int64)  # a long prefill of wide rows exceeds 2**31 elements
-    head = row % HEADS
-    slot = tl.load(slots + token, mask=inside, other=PADDING)
-    real = (inside & (slot != PADDING))[:, None] & (col < D)
-    box = inside[:, None] & (col < D)
-
-    largest = tl.load(stats + 3 + SIDE)
-    source = x + (token * strides[0] + head * strides[1])[:, None] + col
-    values = tl.load(source, mask=box, other=0.0).to(tl.float32)
-    stored = values
-    if SIDE == 0:
-        stored = hadamard(values, ROWS, COLS, LOG_BLOCK) * 2.0 ** (-LOG_BLOCK / 2)
-    scale = scale_of(tl.max(bits_of(stored), axis=1))
-    codes = codes_of(stored, scale[:, None])
-    target = cache + (slot * strides[2] + head * strides[3])[:, None] + col
-    tl.store(target, codes, mask=box)
-    tl.store(scales + head * strides[4] + slot * strides[5], bf16_bits(scale), mask=inside)
-    if READ_BACK:
-        read = (codes.to(tl.float32) * scale[:, None]).to(tl.float16)
-        tl.store(back + (row.to(tl.int64) * D)[:, None] + col, read, mask=box)
-
-    count(clipped_int8(stored, real), magnitude(values, real), largest, stats, SIDE)
-    if SIDE == 0:
-        tokens = tl.sum((inside & (slot != PADDING) & (head == 0)).to(tl.int32))
-        if tokens > 0:
-            tl.atomic_add(stats, tokens.to(tl.int64), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _store_rows(
-    k_memory: tl.tuple,
-    v_memory: tl.tuple,
-    k_strides: tl.tuple,
-    v_strides: tl.tuple,
-    slots: tl.tensor,
-    stats: tl.tensor,
-    rows: tl.tensor,
-    HEADS: tl.constexpr,
-    D_K: tl.constexpr,
-    D_V: tl.constexpr,
-    LOG_BLOCK: tl.constexpr,
-    COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    READ_BACK: tl.constexpr,
-) -> None:
-    """One program stores ``ROWS`` heads of one side."""
-    if tl.program_id(1) == 0:
-        _store_side(
-            k_memory, k_strides, slots, stats, rows, 0, HEADS, D_K, LOG_BLOCK, COLS, ROWS, READ_BACK
-        )
-    else:
-        _store_side(
-            v_memory, v_strides, slots, stats, rows, 1, HEADS, D_V, LOG_BLOCK, COLS, ROWS, READ_BACK
-        )
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -6,6 +6,7 @@ Shape suffixes: P pages, W tokens of the workspace, H KV heads of this rank, D h
 
 import torch
 
+from sgl_fp8rl.ops.expect import SIXTEEN_BITS, expect
 from sgl_fp8rl.ops.kv_int8 import FP16_MAX
 from sgl_fp8rl.ops.paged_decode import Codes
 
@@ -51,21 +52,13 @@ def check_pages(
     codes: Codes, pages_P: torch.Tensor, size: int, k_WHD: torch.Tensor, v_WHD: torch.Tensor
 ) -> None:
     """Raise ValueError if the arguments of ``dequantize_pages`` do not match."""
-    if pages_P.dtype != torch.int32 or pages_P.dim() != 1 or not pages_P.is_contiguous():
-        raise ValueError(
-            f"the pages are {pages_P.dtype} of shape {list(pages_P.shape)}; pass contiguous int32"
-        )
+    expect("the pages", pages_P, torch.int32, ("pages",))
     for name, cache_SHD, workspace_WHD in (("K", codes.k_SHD, k_WHD), ("V", codes.v_SHD, v_WHD)):
-        fits = workspace_WHD.shape[1:] == cache_SHD.shape[1:]
-        if not fits or len(workspace_WHD) < len(pages_P) * size:
+        tokens, shape = max(len(pages_P) * size, len(workspace_WHD)), cache_SHD.shape[1:]
+        expect(f"the workspace of {name}", workspace_WHD, SIXTEEN_BITS, (tokens, *shape))
+        expect(f"the {name} cache", cache_SHD, cache_SHD.dtype, ("slots", *shape))
+        if not workspace_WHD.is_contiguous():
             raise ValueError(
-                f"the workspace of {name} has the shape {list(workspace_WHD.shape)}; pass at least "
-                f"{len(pages_P) * size} tokens of {list(cache_SHD.shape[1:])}"
-            )
-        is_16_bits = workspace_WHD.dtype in (torch.float16, torch.bfloat16)
-        if not is_16_bits or not workspace_WHD.is_contiguous() or cache_SHD.stride(2) != 1:
-            raise ValueError(
-                f"the workspace of {name} is {workspace_WHD.dtype} with strides "
-                f"{workspace_WHD.stride()}, its cache has {cache_SHD.stride()}; pass contiguous "
-                f"FP16 or BF16, and contiguous heads"
+                f"the workspace of {name} has strides {workspace_WHD.stride()}; pass a contiguous "
+                f"one"
             )

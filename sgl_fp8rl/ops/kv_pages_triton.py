@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_fp8rl.ops.kv_int8_triton import _FP16_MAX, halves
+from sgl_fp8rl.ops.kv_int8_triton import _FP16_MAX, rows_of, scales_of
 from sgl_fp8rl.ops.kv_pages import check_pages
-from sgl_fp8rl.ops.kv_triton import rows_of
 from sgl_fp8rl.ops.paged_decode import Codes
 
 
@@ -24,30 +23,28 @@ def dequantize_pages(
 ) -> None:
     """``kv_pages.dequantize_pages`` on the current stream; there is what it takes and raises."""
     check_pages(codes, pages_P, size, k_WHD, v_WHD)
-    (S, H, D_K), D_V = codes.k_SHD.shape, codes.v_SHD.shape[2]
+    (_, H, D_K), D_V = codes.k_SHD.shape, codes.v_SHD.shape[2]
     heads = len(pages_P) * size * H
     width = triton.next_power_of_2(max(D_K, D_V))
     rows = rows_of(heads, width)
-    token_scales = codes.token_scales_HS
-    if token_scales is None:
-        assert codes.k_scale_H is not None and codes.v_scale_H is not None
-        scales = tuple(x_H[:, None].expand(-1, S) for x_H in (codes.k_scale_H, codes.v_scale_H))
-    else:
-        scales = halves(token_scales)
+    is_int8 = codes.token_scales_HS is not None
+    scales = scales_of(codes)
+    # E4M3 has the same of each slot
+    at_scale = scales[0].stride() if is_int8 else (scales[0].stride(0), 0)
     if heads:
         with torch.cuda.device_of(k_WHD):  # a kernel starts on the current device
             _dequantize_rows[(triton.cdiv(heads, rows), 2)](
                 (codes.k_SHD, *scales, k_WHD),
                 (codes.v_SHD, *scales, v_WHD),
-                (*codes.k_SHD.stride()[:2], *scales[0].stride()),
-                (*codes.v_SHD.stride()[:2], *scales[0].stride()),
+                (*codes.k_SHD.stride()[:2], *at_scale),
+                (*codes.v_SHD.stride()[:2], *at_scale),
                 pages_P,
                 len(pages_P),
                 SIZE=size,
                 HEADS=H,
                 D_K=D_K,
                 D_V=D_V,
-                INT8=token_scales is not None,
+                INT8=is_int8,
                 COLS=width,
                 ROWS=rows,
                 num_warps=4,

@@ -1,4 +1,4 @@
-"""FP8 keys and values on the GPU: one launch stores K and V of a layer, with statistics.
+"""Stores of 8-bit keys and values on the GPU: one launch for K and V of a layer, with statistics.
 
 The bytes and the statistics are those of ``kv.py``. Only results are allocated and nothing is
 synchronized, so a CUDA graph can capture it; scales and slots are read at replay.
@@ -10,74 +10,63 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_fp8rl.ops.kv import PADDING_SLOT, check_scales, check_store
+from sgl_fp8rl.ops.kv import PADDING_SLOT, Cache, check_store
+from sgl_fp8rl.ops.kv_int8_triton import (
+    bf16_bits,
+    clipped_int8,
+    codes_of,
+    hadamard,
+    log_block,
+    rows_of,
+    scale_of,
+    scales_of,
+)
 from sgl_fp8rl.ops.reference import FP8_MAX
-
-# Elements per program. Small programs spread a decode batch over the SMs; large ones keep more
-# loads in flight. Nothing else depends on the batch: serving compiles nothing after the first
-# decode and the first prefill.
-_SMALL, _LARGE = 1024, 4096
-_MANY = 2**20
-"""Elements of K from which programs are large: eight programs per SM of an H200."""
 
 
 def store_kv(
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
     slots_T: torch.Tensor,
-    k_cache_SHD: torch.Tensor,
-    v_cache_SHD: torch.Tensor,
-    k_scale_H: torch.Tensor,
-    v_scale_H: torch.Tensor,
-    stats_C: torch.Tensor,
+    cache: Cache,
     *,
     read_back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """``kv.store_kv`` on the current stream; there is what it takes, returns and raises."""
-    check_store(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, stats_C)
-    check_scales(k_scale_H, v_scale_H, k_THD.shape[1])
+    check_store(k_THD, v_THD, slots_T, cache)
     T, H, D_K = k_THD.shape
     D_V = v_THD.shape[2]
+    is_int8 = cache.token_scales_HS is not None
+    dtype = torch.float16 if is_int8 else k_THD.dtype
     # Without read_back these are never written to.
     k_back, v_back = (
-        (x_THD.new_empty(x_THD.shape) if read_back else x_THD) for x_THD in (k_THD, v_THD)
+        (x_THD.new_empty(x_THD.shape, dtype=dtype) if read_back else x_THD)
+        for x_THD in (k_THD, v_THD)
     )
+    k_scales, v_scales = scales_of(cache)
     width = triton.next_power_of_2(max(D_K, D_V))
     rows = rows_of(T * H, width)
     if T * H:
-        with torch.cuda.device_of(stats_C):  # a kernel starts on the current device
+        with torch.cuda.device_of(k_THD):  # a kernel starts on the current device
             _store_rows[(triton.cdiv(T * H, rows), 2)](
-                k_THD,
-                v_THD,
+                (k_THD, cache.k_SHD, k_scales, k_back),
+                (v_THD, cache.v_SHD, v_scales, v_back),
+                (*k_THD.stride()[:2], *cache.k_SHD.stride()[:2], *k_scales.stride()),
+                (*v_THD.stride()[:2], *cache.v_SHD.stride()[:2], *v_scales.stride()),
                 slots_T,
-                k_cache_SHD,
-                v_cache_SHD,
-                k_scale_H,
-                v_scale_H,
-                stats_C,
-                k_back,
-                v_back,
+                cache.stats_C,
                 T * H,
-                *k_THD.stride()[:2],
-                *v_THD.stride()[:2],
-                *k_cache_SHD.stride()[:2],
-                *v_cache_SHD.stride()[:2],
-                k_scale_H.stride(0),
-                v_scale_H.stride(0),
                 HEADS=H,
                 D_K=D_K,
                 D_V=D_V,
+                INT8=is_int8,
+                LOG_BLOCK=log_block(D_K),
                 COLS=width,
                 ROWS=rows,
                 READ_BACK=read_back,
                 num_warps=4,
             )
     return (k_back, v_back) if read_back else None
-
-
-def rows_of(heads: int, width: int) -> int:
-    """How many of so many heads, padded to a width, a program takes."""
-    return max((_LARGE if heads * width >= _MANY else _SMALL) // width, 1)
 
 
 _LARGEST = tl.constexpr(FP8_MAX)
@@ -135,48 +124,57 @@ def count(
 
 @triton.jit
 def _store_side(
-    x: tl.tensor,
+    memory: tl.tuple,
+    strides: tl.tuple,
     slots: tl.tensor,
-    cache: tl.tensor,
-    scales: tl.tensor,
     stats: tl.tensor,
-    back: tl.tensor,
     rows: tl.tensor,
-    token_stride: tl.tensor,
-    head_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    cache_head_stride: tl.tensor,
-    scale_stride: tl.tensor,
     SIDE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    INT8: tl.constexpr,
+    LOG_BLOCK: tl.constexpr,
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
     READ_BACK: tl.constexpr,
 ) -> None:
     """Store ``ROWS`` heads of K (side 0) or of V (side 1), ordered by token, then head."""
+    x, cache, scales, back = memory
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     inside = row < rows
     token = (row // HEADS).to(tl.int64)  # a long prefill of wide rows exceeds 2**31 elements
     head = row % HEADS
     slot = tl.load(slots + token, mask=inside, other=PADDING)
-    scale = tl.load(scales + head * scale_stride, mask=inside, other=1.0)[:, None]
+    scales += head * strides[4]
+    if not INT8:
+        scale = tl.load(scales, mask=inside, other=1.0)[:, None]
     real = (inside & (slot != PADDING))[:, None] & (col < D)
     box = inside[:, None] & (col < D)
 
     largest = tl.load(stats + 3 + SIDE)
-    source = x + (token * token_stride + head * head_stride)[:, None] + col
+    source = x + (token * strides[0] + head * strides[1])[:, None] + col
     values = tl.load(source, mask=box, other=0.0).to(tl.float32)
-    quotient = tl.div_rn(values, scale)
-    codes = saturate(quotient).to(tl.float8e4nv)
-    target = cache + (slot * slot_stride + head * cache_head_stride)[:, None] + col
-    tl.store(target, codes, mask=box)
+    if INT8:
+        stored = values
+        if SIDE == 0:
+            stored = hadamard(values, ROWS, COLS, LOG_BLOCK) * 2.0 ** (-LOG_BLOCK / 2)
+        by_token = scale_of(tl.max(bits_of(stored), axis=1))
+        tl.store(scales + slot * strides[5], bf16_bits(by_token), mask=inside)
+        codes = codes_of(stored, by_token[:, None])
+        read = codes.to(tl.float32) * by_token[:, None]
+        beyond = clipped_int8(stored, real)
+    else:
+        quotient = tl.div_rn(values, scale)
+        codes = saturate(quotient).to(tl.float8e4nv)
+        read = codes.to(tl.float32)
+        beyond = clipped(quotient, real)
+    tl.store(cache + (slot * strides[2] + head * strides[3])[:, None] + col, codes, mask=box)
     if READ_BACK:
-        read = codes.to(tl.float32).to(back.dtype.element_ty)
-        tl.store(back + (row.to(tl.int64) * D)[:, None] + col, read, mask=box)
+        place = back + (row.to(tl.int64) * D)[:, None] + col
+        tl.store(place, read.to(back.dtype.element_ty), mask=box)
 
-    count(clipped(quotient, real), magnitude(values, real), largest, stats, SIDE)
+    count(beyond, magnitude(values, real), largest, stats, SIDE)
     if SIDE == 0:
         tokens = tl.sum((inside & (slot != PADDING) & (head == 0)).to(tl.int32))
         if tokens > 0:
@@ -185,30 +183,18 @@ def _store_side(
 
 @triton.jit(do_not_specialize=["rows"])
 def _store_rows(
-    k: tl.tensor,
-    v: tl.tensor,
+    k_memory: tl.tuple,
+    v_memory: tl.tuple,
+    k_strides: tl.tuple,
+    v_strides: tl.tuple,
     slots: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    k_scales: tl.tensor,
-    v_scales: tl.tensor,
     stats: tl.tensor,
-    k_back: tl.tensor,
-    v_back: tl.tensor,
     rows: tl.tensor,
-    k_token_stride: tl.tensor,
-    k_head_stride: tl.tensor,
-    v_token_stride: tl.tensor,
-    v_head_stride: tl.tensor,
-    k_slot_stride: tl.tensor,
-    k_cache_head_stride: tl.tensor,
-    v_slot_stride: tl.tensor,
-    v_cache_head_stride: tl.tensor,
-    k_scale_stride: tl.tensor,
-    v_scale_stride: tl.tensor,
     HEADS: tl.constexpr,
     D_K: tl.constexpr,
     D_V: tl.constexpr,
+    INT8: tl.constexpr,
+    LOG_BLOCK: tl.constexpr,
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
     READ_BACK: tl.constexpr,
@@ -216,42 +202,32 @@ def _store_rows(
     """One program stores ``ROWS`` heads of one side."""
     if tl.program_id(1) == 0:
         _store_side(
-            k,
+            k_memory,
+            k_strides,
             slots,
-            k_cache,
-            k_scales,
             stats,
-            k_back,
             rows,
-            k_token_stride,
-            k_head_stride,
-            k_slot_stride,
-            k_cache_head_stride,
-            k_scale_stride,
             0,
             HEADS,
             D_K,
+            INT8,
+            LOG_BLOCK,
             COLS,
             ROWS,
             READ_BACK,
         )
     else:
         _store_side(
-            v,
+            v_memory,
+            v_strides,
             slots,
-            v_cache,
-            v_scales,
             stats,
-            v_back,
             rows,
-            v_token_stride,
-            v_head_stride,
-            v_slot_stride,
-            v_cache_head_stride,
-            v_scale_stride,
             1,
             HEADS,
             D_V,
+            INT8,
+            LOG_BLOCK,
             COLS,
             ROWS,
             READ_BACK,

@@ -1,8 +1,8 @@
 """A decode step between the QKV projection and attention, in plain torch: the reference for
 ``qk_rope_triton.py``.
 
-RMSNorm over each head of q and k, rotary embedding, and the store of K and V as FP8 (``kv.py``) or
-as INT8 (``kv_int8.py``). Each step rounds to BF16 where SGLang's kernel for it does.
+RMSNorm over each head of q and k, rotary embedding, and the store of K and V (``kv.py``). Each step
+rounds to BF16 where SGLang's kernel for it does.
 
 Shape suffixes: T tokens, C channels of q, k and v concatenated, N query heads, H KV heads of this
 rank, D head dim, P positions, S slots; other suffixes as in ``kv.py``.
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_fp8rl.ops.kv import check_scales, check_store, store_kv
-from sgl_fp8rl.ops.kv_int8 import check_store_int8, rotate_queries, store_kv_int8
-from sgl_fp8rl.ops.paged_decode import Codes
+from sgl_fp8rl.ops.expect import expect
+from sgl_fp8rl.ops.kv import Cache, check_store, store_kv
+from sgl_fp8rl.ops.kv_int8 import rotate_queries
 
 HEAD_DIMS = (32, 64, 128, 256)
 
@@ -27,14 +27,6 @@ class Norms:
     """BF16 weight, contiguous."""
     k_D: torch.Tensor
     eps: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cache(Codes):
-    """The caches of a layer and their statistics, as arguments of ``kv.store_kv`` or
-    ``kv_int8.store_kv_int8``."""
-
-    stats_C: torch.Tensor
 
 
 def norm_rope_store(
@@ -50,7 +42,7 @@ def norm_rope_store(
     A head x becomes ``x * rsqrt(mean(x ** 2) + eps) * weight``, rounded to BF16 once. Its halves
     (low, high) then become ``(low * cos - high * sin, high * cos + low * sin)`` in FP32, the first
     product of each unrounded (a fused multiply-add), and are rounded to BF16. K's codes are those
-    of the BF16 values, as from ``kv.store_kv`` or ``kv_int8.store_kv_int8``.
+    of the BF16 values, as from ``kv.store_kv``.
 
     Args:
         qkv_TC: BF16 ``[T, (N + 2 H) * D]``, heads concatenated, any stride over tokens; not
@@ -73,14 +65,8 @@ def norm_rope_store(
         k_THD = _normed(k_THD, norms.k_D, norms.eps)
     cos_sin_T1D = cos_sin_PD[positions_T].float().unsqueeze(1)
     q_THD, k_THD = _rotated(q_THD, cos_sin_T1D), _rotated(k_THD, cos_sin_T1D)
-    caches, stats_C = (cache.k_SHD, cache.v_SHD), cache.stats_C
-    if cache.token_scales_HS is None:
-        assert cache.k_scale_H is not None and cache.v_scale_H is not None
-        scales = cache.k_scale_H, cache.v_scale_H
-        store_kv(k_THD, v_THD, slots_T, *caches, *scales, stats_C, read_back=False)
-    else:
-        token_scales_HS = cache.token_scales_HS
-        store_kv_int8(k_THD, v_THD, slots_T, *caches, token_scales_HS, stats_C, read_back=False)
+    store_kv(k_THD, v_THD, slots_T, cache, read_back=False)
+    if cache.token_scales_HS is not None:
         q_THD = rotate_queries(q_THD)
     return q_THD.flatten(1)
 
@@ -105,41 +91,19 @@ def check(
         )
     heads, rest = divmod(qkv_TC.shape[-1], D)
     N = heads - 2 * H
-    if qkv_TC.dtype != torch.bfloat16 or qkv_TC.dim() != 2 or rest or N <= 0 or N % H:
+    if rest or N <= 0 or N % H:
         raise ValueError(
-            f"the projection is {qkv_TC.dtype} of shape {list(qkv_TC.shape)}; pass BF16 [tokens, "
-            f"(query heads + 2 * {H}) * {D}], query heads a multiple of {H} KV heads"
+            f"the projection has the shape {list(qkv_TC.shape)}; pass [tokens, (query heads + 2 * "
+            f"{H}) * {D}], query heads a multiple of {H} KV heads"
         )
-    if qkv_TC.stride(1) != 1:
-        raise ValueError(
-            f"channels of the projection are not contiguous (strides {qkv_TC.stride()}); "
-            f"pass a view whose last stride is 1"
-        )
-    if positions_T.dtype != torch.int64 or positions_T.shape != qkv_TC.shape[:1]:
-        raise ValueError(
-            f"the positions are {positions_T.dtype} of shape {list(positions_T.shape)}; "
-            f"pass int64, one for each of {len(qkv_TC)} tokens"
-        )
-    rotary = cos_sin_PD.dtype in (torch.float32, torch.bfloat16) and cos_sin_PD.shape[1:] == (D,)
-    if not rotary or cos_sin_PD.stride(1) != 1:
-        raise ValueError(
-            f"cosines and sines are {cos_sin_PD.dtype} of shape {list(cos_sin_PD.shape)}; "
-            f"pass FP32 or BF16 [positions, {D}] with last stride 1"
-        )
+    expect("the projection", qkv_TC, torch.bfloat16, ("tokens", "channels"))
+    expect("the positions", positions_T, torch.int64, (len(qkv_TC),), dense=False)
+    rotary = torch.float32, torch.bfloat16
+    expect("cosines and sines", cos_sin_PD, rotary, ("positions", D))
     for weight_D in () if norms is None else (norms.q_D, norms.k_D):
-        if weight_D.dtype != torch.bfloat16 or weight_D.shape != (D,) or weight_D.stride(0) != 1:
-            raise ValueError(
-                f"a norm's weight is {weight_D.dtype} of shape {list(weight_D.shape)}; "
-                f"pass {D} contiguous BF16"
-            )
+        expect("a norm's weight", weight_D, torch.bfloat16, (D,))
     _, k_THD, v_THD = qkv_TC.unflatten(1, (-1, D)).split([N, H, H], 1)
-    caches, stats_C = (cache.k_SHD, cache.v_SHD), cache.stats_C
-    if cache.token_scales_HS is None:
-        check_store(k_THD, v_THD, slots_T, *caches, stats_C)
-        assert cache.k_scale_H is not None and cache.v_scale_H is not None
-        check_scales(cache.k_scale_H, cache.v_scale_H, H)
-    else:
-        check_store_int8(k_THD, v_THD, slots_T, *caches, cache.token_scales_HS, stats_C)
+    check_store(k_THD, v_THD, slots_T, cache)
     return N, H, D
 
 

@@ -1,7 +1,7 @@
 """QK-norm, rotary embedding and 8-bit store in a decode step: one launch per layer.
 
 The bytes and the statistics are those of ``qk_rope.py`` and of SGLang's kernels (``qknorm.cuh``,
-``rope.cuh``) followed by ``kv_triton.py`` or ``kv_int8_triton.py``, except for the order in which a
+``rope.cuh``) followed by ``kv_triton.py``, except for the order in which a
 norm's squares are summed and the GPU's approximate root: rarely a BF16 value differs by one ulp.
 Only results are allocated and nothing is synchronized, so a CUDA graph can capture it.
 """
@@ -12,18 +12,19 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_fp8rl.ops.kv import Cache
 from sgl_fp8rl.ops.kv_int8_triton import (
     bf16_bits,
     clipped_int8,
     codes_of,
     hadamard,
-    halves,
     log_block,
     scale_of,
+    scales_of,
     to_fp16,
 )
 from sgl_fp8rl.ops.kv_triton import PADDING, bits_of, clipped, count, magnitude, saturate
-from sgl_fp8rl.ops.qk_rope import Cache, Norms, check
+from sgl_fp8rl.ops.qk_rope import Norms, check
 
 # A program handles this many heads of one token, all of q, of K or of V. Neither depends on the
 # batch: serving compiles nothing after the first decode.
@@ -41,15 +42,11 @@ def norm_rope_store(
     """``qk_rope.norm_rope_store`` on the current stream; there is what it takes and raises."""
     N, H, D = check(qkv_TC, positions_T, cos_sin_PD, norms, slots_T, cache)
     T = len(qkv_TC)
-    token_scales_HS = cache.token_scales_HS
-    is_int8 = token_scales_HS is not None
+    is_int8 = cache.token_scales_HS is not None
     q_TC = qkv_TC.new_empty(T, N * D, dtype=torch.float16 if is_int8 else torch.bfloat16)
     if T == 0:
         return q_TC
-    scales = (
-        (cache.k_scale_H, cache.v_scale_H) if token_scales_HS is None else halves(token_scales_HS)
-    )
-    assert scales[0] is not None and scales[1] is not None
+    scales = scales_of(cache)
     blocks = 2 * triton.cdiv(H, _ROWS) + triton.cdiv(N, _ROWS)
     with torch.cuda.device_of(qkv_TC):  # a kernel starts on the current device
         _some_heads[(T, blocks)](

@@ -159,9 +159,8 @@ def test_the_pairs_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any) -> Any:
         return reference(v, k, *rest, **more)
 
-    def stock(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: qk_rope.Cache) -> None:
-        scales = cache.k_scale_H, cache.v_scale_H
-        reference(k, v, slots, cache.k_SHD, cache.v_SHD, *scales, cache.stats_C, read_back=False)
+    def stock(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache: kv.Cache) -> None:
+        reference(k, v, slots, cache, read_back=False)
 
     monkeypatch.setattr(kv_triton, "store_kv", swapped)
     monkeypatch.setattr(kernels_kv, "stock_store", stock)

@@ -54,6 +54,6 @@ def device() -> str:
 @pytest.fixture(params=["small", "large"])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of both sizes for the KV cache, however few tokens there are."""
-    from sgl_fp8rl.ops import kv_triton
+    from sgl_fp8rl.ops import kv_int8_triton
 
-    monkeypatch.setattr(kv_triton, "_MANY", 0 if request.param == "large" else 2**62)
+    monkeypatch.setattr(kv_int8_triton, "_MANY", 0 if request.param == "large" else 2**62)

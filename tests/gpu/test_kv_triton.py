@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 from triton.runtime import interpreter
 
-from sgl_fp8rl.ops import kv, kv_triton
+from sgl_fp8rl.ops import kv, kv_int8_triton, kv_triton
 from tests.gpu.conftest import INTERPRETED
 from tests.kv_oracle import Case, Got, any_usual_case, bits_of, bytes_of, case, plant
 
@@ -107,7 +107,7 @@ def assert_twin(made: Case, device: str) -> Got:
 def test_many_tokens(device: str) -> None:
     # Enough for large programs without being asked to, and no whole number of them.
     made = case((1025, 8, 128), spread=1.5, padding=True)
-    assert made.k_THD.numel() >= kv_triton._MANY
+    assert made.k_THD.numel() >= kv_int8_triton._MANY
     assert assert_twin(made, device).stats.tolist()[0] == made.before[0] + 1024
 
 
@@ -139,7 +139,7 @@ def test_control_the_clamp_is_what_saturates(device: str, monkeypatch: pytest.Mo
 def test_what_does_not_fit_is_a_sentence(device: str) -> None:
     got = case((3, 2, 32)).on(device)
     got.slots = got.slots.int()
-    with pytest.raises(ValueError, match=r"slots are torch\.int32"):
+    with pytest.raises(ValueError, match=r"slots came as torch\.int32"):
         got.run(kv_triton.store_kv)
     assert not bool(got.k_cache.box.view(torch.uint8).any())
 
@@ -161,7 +161,7 @@ def test_every_value_by_many_scales_exhaustive(device: str, dtype: torch.dtype) 
         stats = torch.zeros(kv.STATS, dtype=torch.int64, device=where)
         given = (t.to(where) for t in (x_THD, x_THD, slots))
         codes = caches.view(torch.float8_e4m3fn)
-        store_kv(*given, *codes, *scales.to(where), stats, read_back=False)
+        store_kv(*given, kv.Cache(*codes, *scales.to(where), stats_C=stats), read_back=False)
         return [caches.cpu().numpy(), stats.cpu().numpy()]
 
     for _ in range(64):

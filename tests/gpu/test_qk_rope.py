@@ -113,7 +113,7 @@ def test_statistics_add_up_and_the_largest_stays(device: str) -> None:
 def test_what_does_not_fit_is_a_sentence(device: str) -> None:
     got = exact((3, 4, 2, 32), normed=True).on(device)
     got.slots = got.slots.int()
-    with pytest.raises(ValueError, match=r"slots are torch\.int32"):
+    with pytest.raises(ValueError, match=r"slots came as torch\.int32"):
         got.run(norm_rope_store)
 
 
@@ -133,10 +133,7 @@ def sglangs(got: Got) -> Got:
     apply_rope_with_cos_sin_cache_inplace(
         positions=got.positions, q=q, k=k, cos_sin_cache=got.cos_sin, is_neox=True
     )
-    cache = got.cache
-    scales = cache.k_scale_H, cache.v_scale_H
-    stored = k, v, got.slots, cache.k_SHD, cache.v_SHD, *scales, cache.stats_C
-    kv_triton.store_kv(*stored, read_back=False)
+    kv_triton.store_kv(k, v, got.slots, got.cache, read_back=False)
     got.q = q.flatten(1)
     return got
 

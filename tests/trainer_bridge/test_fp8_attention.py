@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sgl_fp8rl.ops.kv import STATS
-from sgl_fp8rl.ops.kv_int8 import rotate_queries, store_kv_int8
-from sgl_fp8rl.ops.paged_decode import Codes, Pages, attend
+from sgl_fp8rl.ops.kv import STATS, Cache, store_kv
+from sgl_fp8rl.ops.kv_int8 import rotate_queries
+from sgl_fp8rl.ops.paged_decode import Pages, attend
 from tests import oracle
 from tests.trainer_bridge.test_attention_hooks import ATTENTIONS, LAYERS, padded, seen, tiny, tokens
 from trainer_bridge.kv import attention_hooks
@@ -161,9 +161,9 @@ def test_attention_is_that_of_the_engines_decode(dim: int, dtype: torch.dtype) -
     scales = torch.zeros((2, 64), dtype=torch.int32)
     slots = torch.randperm(63, generator=made)[:33] + 1
     counts = torch.zeros(STATS, dtype=torch.int64)
-    store_kv_int8(*of_token[1:], slots, *caches, scales, counts, read_back=False)
+    codes = Cache(*caches, token_scales_HS=scales, stats_C=counts)
+    store_kv(*of_token[1:], slots, codes, read_back=False)
     pages = Pages(slots[None].int(), 1, torch.tensor([33], dtype=torch.int32))
-    codes = Codes(*caches, token_scales_HS=scales)
     scaling = dim**-0.5
     wanted = attend(rotate_queries(of_token[0]), codes, pages, scaling).transpose(0, 1)[None]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.ops.qk_rope import HEAD_DIMS, Cache, Norms
+from sgl_fp8rl.ops.qk_rope import HEAD_DIMS, Norms
 from sgl_fp8rl.receiver.kv.quantized import layer_kv
 
 logger = logging.getLogger(__name__)
@@ -71,14 +71,13 @@ def fused_forward(
     layer = attention.attn
     mine = layer.fp8rl_layer
     qkv, _ = attention.qkv_proj(hidden_states)
-    codes = mine.codes(compat.get_token_to_kv_pool().get_kv_buffer(layer.layer_id))
     q = norm_rope_store(
         qkv,
         positions,
         attention.rotary_emb.cos_sin_cache,
         _norms(attention),
         forward_batch.out_cache_loc,
-        Cache(**vars(codes), stats_C=mine.statistics),
+        mine.codes(compat.get_token_to_kv_pool().get_kv_buffer(layer.layer_id)),
     )
     out = layer(q, None, None, forward_batch, save_kv_cache=False, fp8rl_q_is_ready=True)
     output, _ = attention.o_proj(out)

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.ops import paged_decode_cuda, paged_prefill
-from sgl_fp8rl.ops.kv import STATS
-from sgl_fp8rl.ops.paged_decode import Codes
+from sgl_fp8rl.ops.kv import STATS, Cache
 
 Caches = tuple[torch.Tensor, torch.Tensor]
 """The pool's buffers of a layer, ``[S, H, D]``: of K and of V."""
@@ -126,14 +125,15 @@ class LayerKV:
         caches: Caches,
         read_back: bool = False,
     ) -> Caches | None:
-        """Write the codes of these tokens into the pool's buffers.
+        """Write the codes of these tokens into the pool's buffers, as ``ops.kv.store_kv``, whose
+        result it is."""
+        if k_THD.is_cuda:
+            from sgl_fp8rl.ops.kv_triton import store_kv
+        else:
+            from sgl_fp8rl.ops.kv import store_kv
+        return store_kv(k_THD, v_THD, slots_T, self.codes(caches), read_back=read_back)
 
-        Returns:
-            With ``read_back`` what ``codes`` gives for them, in K's dtype.
-        """
-        raise NotImplementedError
-
-    def codes(self, caches: Caches) -> Codes:
+    def codes(self, caches: Caches) -> Cache:
         """What the pool's buffers hold."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.ops.paged_decode import Codes
+from sgl_fp8rl.ops.kv import Cache
 from sgl_fp8rl.protocol.kv_schema import E4M3, KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
 from sgl_fp8rl.receiver.kv.quantized import (
     Caches,
@@ -161,26 +161,8 @@ class ScaledLayer(LayerKV):
     def is_due(self) -> bool:
         return self.scales.measuring and self.layer_index in self.scales.pending
 
-    def store(
-        self,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-        slots_T: torch.Tensor,
-        caches: Caches,
-        read_back: bool = False,
-    ) -> Caches | None:
-        """As ``ops.kv.store_kv``, whose result it is."""
-        if k_THD.is_cuda:
-            from sgl_fp8rl.ops.kv_triton import store_kv
-        else:
-            from sgl_fp8rl.ops.kv import store_kv
-        scales = self.k_scale_h, self.v_scale_h
-        return store_kv(
-            k_THD, v_THD, slots_T, *caches, *scales, self.statistics, read_back=read_back
-        )
-
-    def codes(self, caches: Caches) -> Codes:
-        return Codes(*caches, self.k_scale_h, self.v_scale_h)
+    def codes(self, caches: Caches) -> Cache:
+        return Cache(*caches, self.k_scale_h, self.v_scale_h, stats_C=self.statistics)
 
 
 def read_file(path: str | Path) -> list[Any]:

@@ -5,8 +5,8 @@ Nothing is calibrated, and no update brings scales: a token's codes depend on th
 
 import torch
 
+from sgl_fp8rl.ops.kv import Cache
 from sgl_fp8rl.ops.kv_int8 import rotate, rotate_queries
-from sgl_fp8rl.ops.paged_decode import Codes
 from sgl_fp8rl.protocol.kv_schema import INT8
 from sgl_fp8rl.receiver.kv.quantized import Caches, Heads, LayerKV, QuantizedKV, on_host
 
@@ -51,33 +51,9 @@ class TokenScaledLayer(LayerKV):
     def by_token_HS(self) -> torch.Tensor:
         return self.scales.by_token[self.layer_index]
 
-    def store(
-        self,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-        slots_T: torch.Tensor,
-        caches: Caches,
-        read_back: bool = False,
-    ) -> Caches | None:
-        if k_THD.is_cuda:
-            from sgl_fp8rl.ops.kv_int8_triton import store_kv_int8
-        else:
-            from sgl_fp8rl.ops.kv_int8 import store_kv_int8
-        codes = self.codes(caches)
-        return store_kv_int8(
-            k_THD,
-            v_THD,
-            slots_T,
-            codes.k_SHD,
-            codes.v_SHD,
-            self.by_token_HS,
-            self.statistics,
-            read_back=read_back,
-        )
-
-    def codes(self, caches: Caches) -> Codes:
+    def codes(self, caches: Caches) -> Cache:
         k_SHD, v_SHD = (cache.view(torch.int8) for cache in caches)
-        return Codes(k_SHD, v_SHD, token_scales_HS=self.by_token_HS)
+        return Cache(k_SHD, v_SHD, token_scales_HS=self.by_token_HS, stats_C=self.statistics)
 
     def query(self, q_NQD: torch.Tensor) -> torch.Tensor:
         if not q_NQD.is_cuda:

@@ -2,6 +2,7 @@
 its projections and its attention are not.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbeddin
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
-from sgl_fp8rl.ops.paged_decode import Codes
 from tests.qk_rope_oracle import Got, exact
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 64
@@ -71,8 +71,7 @@ class Qwen3Attention(nn.Module):
         self.rotary_emb: Any = rotary()
         self.attn: Any = Radix()
         self.attn.fp8rl_layer = SimpleNamespace(
-            codes=lambda caches: Codes(*caches, got.cache.k_scale_H, got.cache.v_scale_H),
-            statistics=got.cache.stats_C,
+            codes=lambda caches: replace(got.cache, k_SHD=caches[0], v_SHD=caches[1]),
         )
         self.rotary_emb.cos_sin_cache = got.cos_sin
         if normed:

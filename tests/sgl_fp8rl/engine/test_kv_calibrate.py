@@ -14,7 +14,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_fp8rl.engine.attention import kv_attention
 from sgl_fp8rl.engine.control import internal_requests, kv_calibrate
 from sgl_fp8rl.engine.control.kv_calibrate import LEAST_ROOM, MOST_ROOM
-from sgl_fp8rl.ops.kv import store_kv
 from sgl_fp8rl.receiver.kv.quantized import Heads
 from sgl_fp8rl.receiver.kv.scales import START_V, KVScales
 from tests.sgl_fp8rl.kv import fakes
@@ -97,11 +96,7 @@ def stored(layer: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, 
     """The values that attention reads back, float32, by the CPU engine's own store."""
     caches = [torch.zeros(POLICY + 1, *x.shape[1:], dtype=torch.float8_e4m3fn) for x in (k, v)]
     mine = layer.fp8rl_layer
-    store_kv(
-        *(k, v, torch.arange(1, POLICY + 1), *caches),
-        *(mine.k_scale_h, mine.v_scale_h, mine.statistics),
-        read_back=False,
-    )
+    mine.store(k, v, torch.arange(1, POLICY + 1), caches)
     k_values, v_values = (
         cache[1:].float() * scale_h[:, None]
         for cache, scale_h in zip(caches, (mine.k_scale_h, mine.v_scale_h), strict=True)

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from scipy.linalg import hadamard
 
-from sgl_fp8rl.ops import kv_int8
-from sgl_fp8rl.ops.kv_int8 import rotate, rotate_queries, store_kv_int8, token_codes
-from sgl_fp8rl.ops.paged_decode import Codes, Pages, attend
+from sgl_fp8rl.ops import kv, kv_int8
+from sgl_fp8rl.ops.kv import Cache, store_kv
+from sgl_fp8rl.ops.kv_int8 import rotate, rotate_queries, token_codes
+from sgl_fp8rl.ops.paged_decode import Pages, attend
 from tests.kv_int8_oracle import BLOCKS, encode, left, matrix, rotated, want
 from tests.kv_oracle import Case, any_bits, case
 
@@ -141,7 +142,7 @@ def test_outliers_that_rope_turns_cost_little_only_if_k_is_rotated() -> None:
 
 @given(any_bits())
 def test_any_bits_at_any_slots(made: Case) -> None:
-    left(made, store_kv_int8, "cpu").check(want(made))
+    left(made, store_kv, "cpu").check(want(made))
 
 
 def test_codes_and_scales_are_read_as_decode_reads_them() -> None:
@@ -149,9 +150,10 @@ def test_codes_and_scales_are_read_as_decode_reads_them() -> None:
     got = made.on("cpu")
     caches = got.k_cache.box.view(torch.int8), got.v_cache.box.view(torch.int8)
     scales_HS = torch.zeros(2, len(caches[0]), dtype=torch.int32)
-    back = store_kv_int8(got.k, got.v, got.slots, *caches, scales_HS, got.stats, read_back=True)
+    cache = Cache(*caches, token_scales_HS=scales_HS, stats_C=got.stats)
+    back = store_kv(got.k, got.v, got.slots, cache, read_back=True)
     assert back is not None
-    read = Codes(*caches, token_scales_HS=scales_HS).values(got.slots)
+    read = cache.values(got.slots)
     for mine, other in zip(read, back, strict=True):
         assert torch.equal(mine, other.float())
 
@@ -163,16 +165,16 @@ def test_decode_over_it_is_near_attention_over_what_was_stored(dim: int) -> None
     k[..., [3, 40]] += 50
     q = usual(dim, tokens=1, heads=8, seed=2)
     slots = torch.randperm(128, generator=torch.Generator().manual_seed(3))[:96]
-    cache = torch.zeros(2, 128, 4, dim, dtype=torch.int8)
+    caches = torch.zeros(2, 128, 4, dim, dtype=torch.int8)
     scales_HS, stats = torch.zeros(4, 128, dtype=torch.int32), torch.zeros(5, dtype=torch.int64)
-    store_kv_int8(k, v, slots, cache[0], cache[1], scales_HS, stats, read_back=False)
+    cache = Cache(caches[0], caches[1], token_scales_HS=scales_HS, stats_C=stats)
+    store_kv(k, v, slots, cache, read_back=False)
     pages = Pages(slots[None].int(), 1, torch.tensor([96]).int())
     scores = torch.einsum("hgd,thd->hgt", q[0].double().unflatten(0, (4, 2)), k.double())
     exact = torch.einsum("hgt,thd->hgd", (scores * dim**-0.5).softmax(-1), v.double()).flatten(0, 1)
 
     def error(query: Tensor) -> float:
-        codes = Codes(cache[0], cache[1], token_scales_HS=scales_HS)
-        return float((attend(query, codes, pages, dim**-0.5)[0] - exact).norm() / exact.norm())
+        return float((attend(query, cache, pages, dim**-0.5)[0] - exact).norm() / exact.norm())
 
     assert error(rotate_queries(q)) < 0.05
     assert error(q) > 0.5  # control: as it is
@@ -185,11 +187,11 @@ def swapped(pack: Any) -> Any:
     return lambda k, v: pack(v, k)
 
 
-SPOILS: dict[str, tuple[str, Any]] = {
-    "steps of 1 / 128": ("LARGEST_CODE", 128),
-    "K is not rotated": ("rotate", lambda x: x.float()),
-    "sides exchanged": ("pack_token_scales", swapped(kv_int8.pack_token_scales)),
-    "a block of half the size": ("LARGEST_BLOCK", 32),
+SPOILS: dict[str, tuple[Any, str, Any]] = {
+    "steps of 1 / 128": (kv_int8, "LARGEST_CODE", 128),
+    "K is not rotated": (kv_int8, "rotate", lambda x: x.float()),
+    "sides exchanged": (kv, "pack_token_scales", swapped(kv.pack_token_scales)),
+    "a block of half the size": (kv_int8, "LARGEST_BLOCK", 32),
 }
 """What a wrong implementation has in the place of a name."""
 
@@ -198,13 +200,13 @@ SPOILS: dict[str, tuple[str, Any]] = {
 def test_control_a_wrong_store_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = case((5, 2, 64))
     wanted = want(made)
-    left(made, store_kv_int8, "cpu").check(wanted)
+    left(made, store_kv, "cpu").check(wanted)
     if name in SPOILS:
-        monkeypatch.setattr(kv_int8, *SPOILS[name])
+        monkeypatch.setattr(*SPOILS[name])
     else:
         made.v_THD = rotate(made.v_THD).to(BF16)
     with pytest.raises(AssertionError):
-        left(made, store_kv_int8, "cpu").check(wanted)
+        left(made, store_kv, "cpu").check(wanted)
 
 
 def test_control_the_oracle_has_the_least_scale_that_fits() -> None:
@@ -220,7 +222,7 @@ def test_control_the_oracle_has_the_least_scale_that_fits() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"k": torch.zeros(3, 2, 32)}, r"\bK\b.*float32.*BF16"),
+        ({"k": torch.zeros(3, 2, 32)}, r"\bK\b.*float32.*bfloat16"),
         ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots.*int32.*int64"),
         ({"k_cache": torch.zeros(9, 2, 32, dtype=torch.uint8)}, r"K cache.*uint8.*int8 \[slots"),
         ({"scales": torch.zeros(2, 9)}, r"scales of tokens.*float32.*int32 \[2, 9\]"),
@@ -240,4 +242,6 @@ def test_what_does_not_fit_is_a_sentence(change: dict[str, Tensor], sentence: st
         "stats": torch.zeros(5, dtype=torch.int64),
     }
     with pytest.raises(ValueError, match=sentence):
-        store_kv_int8(*(given | change).values(), read_back=False)
+        k, v, slots, *caches, scales_HS, stats = (given | change).values()
+        cache = Cache(*caches, token_scales_HS=scales_HS, stats_C=stats)
+        store_kv(k, v, slots, cache, read_back=False)

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engines import models, traffic
 from sgl_fp8rl.formats import BLOCK_FP8
-from sgl_fp8rl.ops.kv import STATS
-from sgl_fp8rl.ops.kv_int8 import store_kv_int8
+from sgl_fp8rl.ops.kv import STATS, Cache, store_kv
 from sgl_fp8rl.ops.paged_decode import pack_token_scales
 from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
 from sgl_fp8rl.tools.plan import shape
@@ -73,7 +72,8 @@ def test_bytes_of_int8_are_those_of_the_store(name: str, tp: int) -> None:
     caches = [torch.zeros((slots, heads, dim), dtype=torch.int8) for _ in range(2)]
     scales = pack_token_scales(*torch.ones(2, slots, heads).unbind())
     counts = torch.zeros(STATS, dtype=torch.int64)
-    store_kv_int8(k, v, torch.arange(slots), *caches, scales, counts, read_back=False)
+    cache = Cache(*caches, token_scales_HS=scales, stats_C=counts)
+    store_kv(k, v, torch.arange(slots), cache, read_back=False)
     held = sum(x.numel() * x.element_size() for x in (*caches, scales))
     assert found.kv_token_bytes(INT8, tp) * slots == found.layers * held
     share = 1 + 2 / dim
