@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from sgl_fp8rl.ops.expect import expect
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_DTYPE, FP8_MAX, scale_of
 
 INVERSE_MAX = float(torch.tensor(1 / FP8_MAX, dtype=torch.float32, device="cpu"))
@@ -216,15 +217,12 @@ def check(x_MK: torch.Tensor, *, halves: int = 1, within: Channels | None = None
     Raises:
         ValueError: it cannot.
     """
-    if x_MK.dtype != torch.bfloat16 or x_MK.dim() != 2 or x_MK.stride(-1) != 1:
+    expect("the activations", x_MK, torch.bfloat16, ("tokens", "channels"))
+    channels, rest = divmod(x_MK.shape[1], halves)
+    if rest or (channels if within is None else within.size) % BLOCK:
         raise ValueError(
-            f"activations are {x_MK.dtype} {list(x_MK.shape)} with strides {x_MK.stride()}; pass "
-            f"BF16 [tokens, channels] with contiguous rows"
-        )
-    if x_MK.shape[-1] % halves or (within or (0, x_MK.shape[-1] // halves))[1] % BLOCK:
-        raise ValueError(
-            f"activations have {x_MK.shape[-1] // halves} channels, not a multiple of {BLOCK}; "
-            f"keep the layer that takes them in BF16"
+            f"activations have {channels} channels, not a multiple of {BLOCK}; keep the layer that "
+            f"takes them in BF16"
         )
 
 
@@ -240,18 +238,9 @@ def check_norm(
         ValueError: it cannot.
     """
     check(x_MK, within=within)
-    if weight_K.shape != x_MK.shape[-1:] or not weight_K.is_contiguous():
-        raise ValueError(
-            f"RMSNorm of {x_MK.shape[-1]} channels got a weight {list(weight_K.shape)}; "
-            f"pass a contiguous one of that size"
-        )
+    expect("the norm's weight", weight_K, weight_K.dtype, tuple(x_MK.shape[1:]))
     if residual_MK is not None:
-        check(residual_MK, within=within)
-        if residual_MK.shape != x_MK.shape:
-            raise ValueError(
-                f"RMSNorm got x {list(x_MK.shape)} and a residual "
-                f"{list(residual_MK.shape)}; pass two of the same shape"
-            )
+        expect("the residual", residual_MK, torch.bfloat16, tuple(x_MK.shape))
 
 
 def _reciprocal(x: torch.Tensor) -> torch.Tensor:

@@ -45,12 +45,7 @@ def quantize_tokens(
 ) -> Quantized:
     """``activation.quantize_tokens`` on the current stream; there is what it takes and raises."""
     check(x_MK, within=within)
-    M, K = x_MK.shape
-    lead, size = within or (0, K)
-    quantized = empty_quantized(M, size, x_MK.device, by_row=by_row)
-    placed = lead, K, power_of_two
-    _launch_tiles(_quantize_tiles, x_MK, (), quantized, _PLAIN_GROUPS_OF_WARP, *placed)
-    return quantized
+    return _quantize_tiles(x_MK, None, by_row, within, power_of_two, silu=False)
 
 
 def silu_mul_quantize(
@@ -58,13 +53,8 @@ def silu_mul_quantize(
 ) -> tuple[torch.Tensor, Quantized]:
     """``activation.silu_mul_quantize`` on the current stream; there is what it takes and raises."""
     check(gate_up_M2I, halves=2, within=within)
-    M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2  # noqa: E741
-    y_MI = gate_up_M2I.new_empty((M, I))
-    lead, size = within or (0, I)
-    quantized = empty_quantized(M, size, gate_up_M2I.device)
-    placed = lead, I, power_of_two
-    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (y_MI,), quantized, _GROUPS_OF_WARP, *placed)
-    return y_MI, quantized
+    y_MI = gate_up_M2I.new_empty((len(gate_up_M2I), gate_up_M2I.shape[1] // 2))
+    return y_MI, _quantize_tiles(gate_up_M2I, y_MI, False, within, power_of_two, silu=True)
 
 
 def silu_mul_codes(
@@ -72,11 +62,7 @@ def silu_mul_codes(
 ) -> Quantized:
     """``activation.silu_mul_codes`` on the current stream; there is what it takes and raises."""
     check(gate_up_M2I, halves=2)
-    M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2  # noqa: E741
-    quantized = empty_quantized(M, I, gate_up_M2I.device, by_row=by_row)
-    placed = 0, I, power_of_two
-    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (None,), quantized, _GROUPS_OF_WARP, *placed)
-    return quantized
+    return _quantize_tiles(gate_up_M2I, None, by_row, None, power_of_two, silu=True)
 
 
 def rms_norm_quantize(
@@ -122,23 +108,25 @@ def rms_norm_quantize(
     return y_MK, quantized
 
 
-def _launch_tiles(
-    kernel: Any,
+def _quantize_tiles(
     x: torch.Tensor,
-    y: tuple[torch.Tensor | None, ...],
-    quantized: Quantized,
-    groups_of_warp: int,
-    lead: int,
-    length: int,
+    y: torch.Tensor | None,
+    by_row: bool,
+    within: Channels | None,
     power_of_two: bool,
-) -> None:
-    M, K = quantized.codes_MK.shape
+    *,
+    silu: bool,
+) -> Quantized:
+    """Quantize x, or with ``silu`` the product of its halves, which is written to y."""
+    M, length = len(x), x.shape[1] // 2 if silu else x.shape[1]
+    lead, K = within or (0, length)
+    quantized = empty_quantized(M, K, x.device, by_row=by_row)
     tiles = triton.cdiv(K // BLOCK, _GROUPS)
     if M:
         with torch.cuda.device_of(x):  # a kernel starts on the current device
-            kernel[(M * tiles,)](
+            _some_groups[(M * tiles,)](
                 x,
-                *y,
+                y,
                 *quantized,
                 x.stride(0),
                 *quantized.scales_Mk.stride(),
@@ -147,9 +135,13 @@ def _launch_tiles(
                 GROUPS=_GROUPS,
                 LEAD=lead,
                 LENGTH=length,
+                SILU=silu,
                 POWER_OF_TWO=power_of_two,
-                **_options(x.device, max(_GROUPS // groups_of_warp, 1)),
+                **_options(
+                    x.device, _GROUPS // (_GROUPS_OF_WARP if silu else _PLAIN_GROUPS_OF_WARP)
+                ),
             )
+    return quantized
 
 
 def _options(device: torch.device, warps: int) -> dict[str, Any]:
@@ -247,39 +239,8 @@ def _store_quantized(
 
 
 @triton.jit(do_not_specialize=["group_stride"])
-def _quantize_tiles(
+def _some_groups(
     x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    row_stride: tl.tensor,
-    token_stride: tl.tensor,
-    group_stride: tl.tensor,
-    K: tl.constexpr,
-    TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LEAD: tl.constexpr,
-    LENGTH: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-) -> None:
-    """One program quantizes ``GROUPS`` groups of one row."""
-    row = (tl.program_id(0) // TILES).to(tl.int64)
-    group = tl.program_id(0) % TILES * GROUPS + tl.arange(0, GROUPS)
-    col, inside = _channels(group, K, LEAD, LENGTH)
-    if OVERLAP:
-        gdc_wait()
-    values = tl.load(x + row * row_stride + col, mask=inside, other=0.0)
-    if OVERLAP:
-        gdc_launch_dependents()
-    _store_quantized(
-        values, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO, INTERPRETED
-    )
-
-
-@triton.jit(do_not_specialize=["group_stride"])
-def _silu_mul_tiles(
-    gate_up: tl.tensor,
     y: tl.tensor | None,
     codes: tl.tensor,
     scales: tl.tensor,
@@ -291,27 +252,31 @@ def _silu_mul_tiles(
     GROUPS: tl.constexpr,
     LEAD: tl.constexpr,
     LENGTH: tl.constexpr,
+    SILU: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
-    """One program computes ``GROUPS`` groups of one row."""
+    """One program quantizes ``GROUPS`` groups of one row; with ``SILU`` x is gate and up."""
     row = (tl.program_id(0) // TILES).to(tl.int64)
     group = tl.program_id(0) % TILES * GROUPS + tl.arange(0, GROUPS)
     col, inside = _channels(group, K, LEAD, LENGTH)
-    source = gate_up + row * row_stride + col
+    source = x + row * row_stride + col
     if OVERLAP:
         gdc_wait()
-    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(source + LENGTH, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(source, mask=inside, other=0.0)
+    if SILU:
+        up = tl.load(source + LENGTH, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_launch_dependents()
-    sigmoid = _reciprocal(1.0 + _exp_of_negative(gate, INTERPRETED), INTERPRETED)
-    product = (gate * sigmoid * up).to(tl.bfloat16)
-    if y is not None:
-        tl.store(y + row * LENGTH + col, product, mask=inside)
+    if SILU:
+        gate = values.to(tl.float32)
+        sigmoid = _reciprocal(1.0 + _exp_of_negative(gate, INTERPRETED), INTERPRETED)
+        values = (gate * sigmoid * up).to(tl.bfloat16)
+        if y is not None:
+            tl.store(y + row * LENGTH + col, values, mask=inside)
     _store_quantized(
-        product, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO, INTERPRETED
+        values, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO, INTERPRETED
     )
 
 

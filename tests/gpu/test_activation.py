@@ -272,11 +272,11 @@ def test_no_tokens(device: str) -> None:
 
 def test_what_does_not_fit_is_a_sentence(device: str) -> None:
     x = rows(2, 256).to(device)
-    with pytest.raises(ValueError, match=r"activations are torch\.float32"):
+    with pytest.raises(ValueError, match=r"activations came as torch\.float32"):
         activation_triton.quantize_tokens(x.float())
     with pytest.raises(ValueError, match="have 64 channels, not a multiple"):
         activation_triton.silu_mul_quantize(x[:, :128])
-    with pytest.raises(ValueError, match=r"a weight \[128\]"):
+    with pytest.raises(ValueError, match=r"weight.* \[128\]"):
         activation_triton.rms_norm_quantize(x, torch.ones(128, device=device), 1e-6)
 
 

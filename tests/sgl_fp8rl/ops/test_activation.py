@@ -210,14 +210,14 @@ NORM = partial(rms_norm_quantize, eps=1e-6)
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: quantize_tokens(torch.zeros(2, 256)), r"torch\.float32 \[2, 256\].*BF16"),
+        (lambda: quantize_tokens(torch.zeros(2, 256)), r"torch\.float32 \[2, 256\].*bfloat16"),
         (lambda: quantize_tokens(torch.zeros(2, 2, 128, dtype=BF16)), r"\[2, 2, 128\]"),
         (lambda: quantize_tokens(torch.zeros(256, 128, dtype=BF16).t()), r"strides \(1, 128\)"),
         (lambda: quantize_tokens(torch.zeros(2, 100, dtype=BF16)), r"\b100 .*\b128\b.*BF16"),
-        (lambda: NORM(rows(2, 128), ONES), r"\b128 .*\[256\]"),
+        (lambda: NORM(rows(2, 128), ONES), r"weight.* \[256\].*\[128\]"),
         (
             lambda: NORM(rows(2, 256), ONES, residual_MK=rows(3, 256)),
-            r"\[2, 256\].*\[3, 256\]",
+            r"residual.*\[3, 256\].*\[2, 256\]",
         ),
         (lambda: silu_mul_quantize(rows(2, 256)[:, :128]), r"\b64 .*\b128\b"),
     ],
