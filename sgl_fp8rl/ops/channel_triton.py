@@ -9,9 +9,9 @@ reads the whole of it for the scale.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -22,13 +22,11 @@ from sgl_fp8rl.ops.weight_quant_triton import (
     DTYPES,
     FLOOR,
     INF,
-    OPTIONS,
     TOP_SCALE,
-    Bases,
-    Status,
+    Launch,
     bits_of,
     cast,
-    compiling,
+    launch_of,
     quotient,
 )
 
@@ -43,45 +41,9 @@ _MAGIC = tl.constexpr(12582912.0)
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
-@dataclass(frozen=True)
-class RowLaunch:
-    """Rows of one kind, as device tables."""
-
-    tiles: int
-    """Programs: how much ``Status`` counts for one run."""
-    program_descriptor: torch.Tensor
-    table: torch.Tensor
-    source_dtype: torch.dtype
-    target_dtype: torch.dtype
-    model_dtype: torch.dtype
-    aligned: bool
-    """Whether all can be read and written 16 bytes at once."""
-
-    def run(self, bases: Bases, status: Status) -> None:
-        """As ``Launch.run``."""
-        status.started += self.tiles
-        base, several = (bases, self.table) if isinstance(bases, int) else (0, bases)
-        with compiling(), torch.cuda.device_of(status.words):
-            _quantize_rows[(self.tiles,)](
-                self.program_descriptor,
-                self.table,
-                several,
-                base,
-                status.words,
-                DTYPES[self.source_dtype],
-                _CODES[self.target_dtype],
-                DTYPES[self.model_dtype],
-                self.aligned,
-                LARGEST[self.target_dtype],
-                ROWS,
-                COLS,
-                **OPTIONS,
-            )
-
-
 def compile_rows(
     descriptors: Iterable[CopyDescriptor], device: torch.device | str, dtype: torch.dtype
-) -> list[RowLaunch]:
+) -> list[Launch]:
     """Copies with ``kept`` columns as device tables, one launch for each kind of them.
 
     Args:
@@ -91,25 +53,16 @@ def compile_rows(
     for each in descriptors:
         kinds[each.source_dtype, each.target_dtype, _is_aligned(each)].append(each)
     launches = []
-    for (source, target, aligned), kind in kinds.items():
-        programs = torch.tensor([-(-descriptor.rows // ROWS) for descriptor in kind])
-        first = (programs.cumsum(0) - programs).tolist()
+    for (source, target, aligned), same in kinds.items():
+        programs = np.array([-(-each.rows // ROWS) for each in same])
+        first = (np.cumsum(programs) - programs).tolist()
         table = [
             (start, *each[:9], each.tag, *(each.kept or ()))
-            for start, each in zip(first, kind, strict=True)
+            for start, each in zip(first, same, strict=True)
         ]
-        index = torch.arange(len(kind), dtype=torch.int32).repeat_interleave(programs)
-        launches.append(
-            RowLaunch(
-                len(index),
-                index.to(device),
-                torch.tensor(table, dtype=torch.int64).to(device),
-                source,
-                target,
-                dtype,
-                aligned,
-            )
-        )
+        dtypes = DTYPES[source], _CODES[target], DTYPES[dtype]
+        kind = *dtypes, aligned, LARGEST[target], ROWS, COLS
+        launches.append(launch_of(_quantize_rows, np.array(table), programs, kind, device))
     return launches
 
 

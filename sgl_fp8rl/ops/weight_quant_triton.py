@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from triton.errors import TritonError
 
 from sgl_fp8rl.ops.copy_descriptors import COLUMNS, CopyDescriptor, group_descriptors
@@ -24,7 +25,7 @@ from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, CARRY, EXPONENT, FP8_MAX,
 
 _NO_TAG = 2**63 - 1
 # No fusion: the compiler must not make FMAs of its own in a division.
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 _STRIPS = 8
 DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -84,16 +85,15 @@ def compiling() -> Iterator[None]:
 class Launch:
     """Copies of one kind, as device tables."""
 
+    kernel: Any
     tiles: int
-    """128x128 tiles, the ragged ones included: how much ``Status`` counts for one run."""
+    """Programs, such as 128x128 tiles, the ragged ones included: what ``Status`` counts for one
+    run."""
     tile_descriptor: torch.Tensor
+    """int32: the row of ``table`` of each."""
     table: torch.Tensor
-    source_dtype: tl.dtype
-    target_dtype: tl.dtype
-    model_dtype: tl.dtype
-    positive: bool
-    power_of_two: bool
-    full: bool
+    kind: tuple[Any, ...]
+    """What the kernel is compiled for."""
     _compiled: list[Any] = field(default_factory=list, repr=False, compare=False)
     """The kernel, once it was started: to look it up by its arguments takes longer than to start
     it, and a stream starts one for each tensor."""
@@ -104,24 +104,32 @@ class Launch:
         Raises:
             RuntimeError: the kernel cannot be compiled here.
         """
-        with compiling():
-            self._start(bases, status)
-
-    def _start(self, bases: Bases, status: Status) -> None:
         status.started += self.tiles
         base, several = (bases, self.table) if isinstance(bases, int) else (0, bases)
-        arguments = (self.tile_descriptor, self.table, several, base, status.words)
-        kind = (
-            *(self.source_dtype, self.target_dtype, self.model_dtype),
-            *(self.positive, self.power_of_two, self.full),
-        )
-        with torch.cuda.device_of(status.words):  # a kernel starts on the current device
+        arguments = self.tile_descriptor, self.table, several, base, status.words, *self.kind
+        # a kernel starts on the current device
+        with compiling(), torch.cuda.device_of(status.words):
             if self._compiled:
-                self._compiled[0][self.tiles, 1, 1](*arguments, *kind, _STRIPS)
+                self._compiled[0][self.tiles, 1, 1](*arguments)
             else:
-                kernel = _copy_tiles[(self.tiles,)](*arguments, *kind, _STRIPS, **OPTIONS)
+                kernel = self.kernel[(self.tiles,)](*arguments, **_OPTIONS)
                 if kernel is not None:  # Triton's interpreter compiles nothing
                     self._compiled.append(kernel)
+
+
+def launch_of(
+    kernel: Any,
+    table: NDArray[np.int64],
+    tiles: NDArray[np.int64],
+    kind: tuple[Any, ...],
+    device: torch.device | str,
+) -> Launch:
+    """The launch of a table, of whose rows each takes so many programs."""
+    total = int(tiles.sum())
+    tile_descriptor = torch.arange(len(tiles), dtype=torch.int32, device=device).repeat_interleave(
+        torch.from_numpy(tiles).to(device), output_size=total
+    )
+    return Launch(kernel, total, tile_descriptor, torch.from_numpy(table).to(device), kind)
 
 
 def compile_descriptors(
@@ -132,22 +140,13 @@ def compile_descriptors(
     Args:
         dtype: the model's, to which weights are rounded before they are quantized.
     """
-    return [
-        Launch(
-            int(group.tiles.sum()),
-            torch.arange(len(group.table), dtype=torch.int32, device=device).repeat_interleave(
-                torch.from_numpy(group.tiles).to(device), output_size=int(group.tiles.sum())
-            ),
-            torch.from_numpy(group.table.view(np.int64)).to(device),
-            DTYPES[group.source_dtype],
-            DTYPES[group.target_dtype],
-            DTYPES[dtype],
-            group.positive,
-            group.power_of_two,
-            group.full,
-        )
-        for group in group_descriptors(descriptors)
-    ]
+    launches = []
+    for group in group_descriptors(descriptors):
+        dtypes = (DTYPES[each] for each in (group.source_dtype, group.target_dtype, dtype))
+        kind = *dtypes, group.positive, group.power_of_two, group.full, _STRIPS
+        table = group.table.view(np.int64)
+        launches.append(launch_of(_copy_tiles, table, group.tiles, kind, device))
+    return launches
 
 
 _SIDE = tl.constexpr(BLOCK)

@@ -18,7 +18,7 @@ from sgl_fp8rl.formats.weight_format import (
     TensorSpec,
     WeightFormat,
 )
-from sgl_fp8rl.ops.channel_triton import RowLaunch, compile_rows
+from sgl_fp8rl.ops.channel_triton import compile_rows
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor, interleave
 from sgl_fp8rl.ops.delta_scatter_triton import Scatter
 from sgl_fp8rl.ops.regions import Region, strides_of, whole
@@ -156,7 +156,7 @@ class TritonWriter(WeightWriter):
             self._launches[index] = self._compile_mapped(index, segments)
             self._mapped_places = segments.places
 
-    def _compile_in_bucket(self, index: int) -> list[Launch | RowLaunch]:
+    def _compile_in_bucket(self, index: int) -> list[Launch]:
         return self._compile(
             descriptor
             for chunk_slice in self.chunks[index]
@@ -186,7 +186,7 @@ class TritonWriter(WeightWriter):
         box, source = whole(tuple(kept.shape)), Placed(offset, kept.dtype, kept.stride())
         yield from describe_copy(source, box, _placed(kept), box, tag=self._tags[name])
 
-    def _compile_mapped(self, index: int, segments: Segments) -> list[Launch | RowLaunch]:
+    def _compile_mapped(self, index: int, segments: Segments) -> list[Launch]:
         descriptors: list[CopyDescriptor] = []
         cut: list[CutBlock] = []
         for name in (each.name for each in self.chunks[index] if not self.is_deferred(each.name)):
@@ -217,7 +217,7 @@ class TritonWriter(WeightWriter):
             )
         return launches
 
-    def _compile(self, descriptors: Iterable[CopyDescriptor]) -> list[Launch | RowLaunch]:
+    def _compile(self, descriptors: Iterable[CopyDescriptor]) -> list[Launch]:
         blocks: list[CopyDescriptor] = []
         rows: list[CopyDescriptor] = []
         for descriptor in descriptors:
