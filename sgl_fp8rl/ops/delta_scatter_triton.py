@@ -79,24 +79,14 @@ class ScatteredDelta(NamedTuple):
     """Of each program, the first box that its bytes may lie in."""
     stop: torch.Tensor
 
-    def exchange(self, status: Status) -> None:
-        """Exchange the values of the delta for what is stored, on the current stream. It is the one
-        that goes back from then on.
+    def run(self, status: Status, *, checks: bool) -> None:
+        """Exchange the values of the delta for what is stored, on the current stream: it is the one
+        that goes back from then on. Or, where it was written, look for NaN, Inf and scales that are
+        not positive.
 
         Raises:
             RuntimeError: the kernel cannot be compiled here; nothing was written.
         """
-        self._start(status, checks=False)
-
-    def check(self, status: Status) -> None:
-        """Look for NaN, Inf and scales that are not positive where the delta was written.
-
-        Raises:
-            RuntimeError: the kernel cannot be compiled here.
-        """
-        self._start(status, checks=True)
-
-    def _start(self, status: Status, *, checks: bool) -> None:
         records = self.records
         if not records.count or not len(self.table):
             return

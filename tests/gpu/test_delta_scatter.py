@@ -120,9 +120,9 @@ class Storage:
         """Write a delta; returns the part that has a bad value, and the delta that goes back."""
         status, there = Status(self.device), changes.to(self.device, copy=True)
         located = self.scatter.locate(there)
-        located.exchange(status)
+        located.run(status, checks=False)
         if checks:
-            located.check(status)
+            located.run(status, checks=True)
         bad, done = status.read()
         assert done == status.started == (1 + checks) * located.records.programs
         return bad, there.cpu()

@@ -30,7 +30,7 @@ from sgl_fp8rl.receiver.routes.routes import Route, RouteTable
 from sgl_fp8rl.receiver.writers.cut_blocks import CutBlock, at_blocks, in_turn
 from sgl_fp8rl.receiver.writers.shared_memory import Segments, Slot
 from sgl_fp8rl.receiver.writers.torch_writer import clip_route
-from sgl_fp8rl.receiver.writers.weight_writer import ChunkSource, UndoLog, WeightWriter, rows_of
+from sgl_fp8rl.receiver.writers.weight_writer import UndoLog, WeightWriter, rows_of
 
 
 class TritonWriter(WeightWriter):
@@ -63,7 +63,7 @@ class TritonWriter(WeightWriter):
         self._status.reset()
         self._events.clear()
 
-    def write(self, index: int, source: ChunkSource) -> None:
+    def write(self, index: int, source: Slot | Segments) -> None:
         self._defer(index, source)
         if isinstance(source, Segments):
             self._follow(index, source)
@@ -71,7 +71,6 @@ class TritonWriter(WeightWriter):
             # it stays as it is until ``finish``
             self._launch(index, [*source.bases(), *joined])
             return
-        assert isinstance(source, Slot)
         if index not in self._launches:  # of a stream, whose chunks are not known before
             self._launches[index] = self._compile_in_bucket(index)
         if source.content.is_cuda:
@@ -101,10 +100,10 @@ class TritonWriter(WeightWriter):
         back = None if log is None else torch.empty_like(delta, pin_memory=there.is_cuda)
         stop = self._timed()
         self.dirty = True
-        located.exchange(self._status)
+        located.run(self._status, checks=False)
         if log is not None and back is not None:
             log.append((index, back.copy_(there, non_blocking=True)))
-        located.check(self._status)
+        located.run(self._status, checks=True)
         stop.record()
 
     def check_complete(self) -> None:
@@ -306,11 +305,7 @@ def joined_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _check_cut(format_: WeightFormat, name: str, spec: TensorSpec, src: Region, row: int) -> None:
-    """Check that a box whose first row is ``row`` of the tensor can be quantized by itself.
-
-    Raises:
-        ValueError: it cuts a block.
-    """
+    """Raise ValueError if a box whose first row is ``row`` of the tensor cuts a block."""
     (start, stop), *rest = src
     try:
         format_.check_cut(((start + row, stop + row), *rest), spec.shape)

@@ -2,17 +2,15 @@
 
 from collections.abc import Collection
 from functools import cached_property
-from typing import Protocol
 
 import torch
 
-from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.delta import apply, undoing
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver.routes.routes import RouteTable
-from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory, Slot
+from sgl_fp8rl.receiver.writers.shared_memory import Segments, SharedMemory, Slot
 from sgl_fp8rl.receiver.writers.torch_writer import read_tensor, write_tensor
 
 CPU = torch.device("cpu")
@@ -103,12 +101,8 @@ class WeightWriter:
         """Whether this chunk lies in the trainer's own memory."""
         return bool(self.manifest.mapped) and index == len(self.chunks) - 1
 
-    def chunk_source(self, index: int, memory: SharedMemory) -> "ChunkSource":
-        """Where the slices of a chunk lie.
-
-        Raises:
-            SharedMemoryError: the memory is not there, or too small.
-        """
+    def chunk_source(self, index: int, memory: SharedMemory) -> Slot | Segments:
+        """Where the slices of a chunk lie; SharedMemoryError if it is not there, or too small."""
         if self.is_mapped(index):
             return memory.mapped()
         return memory.bucket_for(self.manifest).slot(index, self.manifest)
@@ -124,7 +118,7 @@ class WeightWriter:
         names = self.kv_scales if changes_may_come else ()
         self._kept = {name: self.deferred[name].clone() for name in names}
 
-    def write(self, index: int, source: "ChunkSource") -> None:
+    def write(self, index: int, source: Slot | Segments) -> None:
         """Write one chunk through its routes; a slot may be reused on return, and the trainer's own
         memory after ``finish``.
 
@@ -179,7 +173,7 @@ class WeightWriter:
     def _new_stage(self) -> torch.Tensor:
         return torch.empty(self.manifest.chunk_bytes, dtype=torch.uint8)
 
-    def _defer(self, index: int, source: "ChunkSource") -> None:
+    def _defer(self, index: int, source: Slot | Segments) -> None:
         for chunk_slice in self._deferred_slices(index):
             name = chunk_slice.name
             tensor = source.tensor(chunk_slice, self.manifest.tensors[name])
@@ -192,11 +186,7 @@ class WeightWriter:
         return torch.empty(spec.shape, dtype=spec.dtype, device=device)
 
     def check_complete(self) -> None:
-        """Check that nothing that was started is missing; else what undoes it is not known.
-
-        Raises:
-            RuntimeError: something is.
-        """
+        """Raise RuntimeError if what was started is not all done: what undoes it is not known."""
 
     def finish(self) -> float | None:
         """Check all that was written.
@@ -217,10 +207,3 @@ def rows_of(whole: torch.Tensor, chunk_slice: ChunkSlice) -> torch.Tensor:
 
 def _holds_bytes(stored: torch.dtype, sent: torch.dtype) -> bool:
     return stored == sent or (stored, sent) == (torch.float32, torch.bfloat16)
-
-
-class ChunkSource(Protocol):
-    """Memory that holds the slices of a chunk."""
-
-    def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
-        """The slice as a tensor of its rows."""

@@ -172,7 +172,10 @@ class FakeScatteredDelta:
         self.at = np.cumsum(distances) - 1
         self.values = changes[2 * count :].numpy()
 
-    def exchange(self, status: Status) -> None:
+    def run(self, status: Status, *, checks: bool) -> None:
+        (self._check if checks else self._exchange)(status)
+
+    def _exchange(self, status: Status) -> None:
         status.started += 1
         if self.interpreter.lost_tiles:
             return
@@ -185,7 +188,7 @@ class FakeScatteredDelta:
             self.values[record], memory[byte] = old, value
         status.words[1] += 1
 
-    def check(self, status: Status) -> None:
+    def _check(self, status: Status) -> None:
         for box_, _, target in self._bytes():
             value = torch.from_numpy(target.copy()).view(box_.target_dtype).float()
             if not bool(torch.isfinite(value)) or (box_.positive and not bool(value > 0)):
