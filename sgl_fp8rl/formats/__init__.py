@@ -39,33 +39,12 @@ unquantized."""
 SUFFIXES = tuple(dict.fromkeys(suffix for f in FORMATS.values() for suffix in f.suffixes))
 
 
-def by_dtype(formats: Iterable[WeightFormat]) -> dict[torch.dtype, WeightFormat]:
-    """The formats by the dtypes of their codes, which tell a weight's format but for variants.
-
-    Raises:
-        ValueError: two formats have codes of the same dtype.
-    """
-    found: dict[torch.dtype, WeightFormat] = {}
-    for format_ in formats:
-        for dtype in format_.dtypes:
-            other = found.setdefault(dtype, format_)
-            if other is not format_:
-                raise ValueError(
-                    f"weight formats {other.name} and {format_.name} both have codes of {dtype}; "
-                    f"give each a dtype of its own"
-                )
-    return found
-
-
-_BY_DTYPE = by_dtype(f for f in FORMATS.values() if not f.power_of_two_scales)
+_BY_DTYPE = {d: f for f in FORMATS.values() if not f.power_of_two_scales for d in f.dtypes}
+"""The dtypes of codes tell a weight's format, but for variants."""
 
 
 def format_of(dtype: torch.dtype) -> WeightFormat:
-    """The format whose codes have this dtype.
-
-    Raises:
-        KeyError: none has.
-    """
+    """The format whose codes have this dtype; KeyError if none has."""
     return _BY_DTYPE[dtype]
 
 

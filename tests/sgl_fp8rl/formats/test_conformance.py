@@ -18,7 +18,6 @@ from sgl_fp8rl.formats import (
     ENGINE_ONLY,
     FORMATS,
     UNQUANTIZED,
-    by_dtype,
     mark,
     split_name,
     stored_format,
@@ -33,7 +32,7 @@ from sgl_fp8rl.receiver.routes import route_tracer
 from sgl_fp8rl.receiver.routes.route_tracer import record_routes
 from sgl_fp8rl.receiver.routes.routes import Route, RouteError, RouteTable
 from sgl_fp8rl.receiver.writers.torch_writer import write_tensor
-from tests.sgl_fp8rl.formats.other_format import OTHER, Stepped, every_format, sent_format
+from tests.sgl_fp8rl.formats.other_format import OTHER, every_format, sent_format
 from tests.sgl_fp8rl.receiver.toy import Model
 
 pytestmark = pytest.mark.usefixtures("other_format")
@@ -239,14 +238,11 @@ def test_codes_of_another_format_are_refused(fmt: WeightFormat) -> None:
         sent(stored(fmt, (256, 256)), encoded, 1 << 17)
 
 
-def test_a_dtype_of_another_format_is_refused() -> None:
-    class Copycat(Stepped):
-        name = "copycat"
-
-    for order in ([OTHER, Copycat()], [Copycat(), OTHER]):
-        both = " and ".join(each.name for each in order)
-        with pytest.raises(ValueError, match=rf"formats {both} both have codes of torch\.int8"):
-            by_dtype(order)
+@sent_format
+def test_a_dtype_is_that_of_one_format(fmt: WeightFormat) -> None:
+    others = [f for f in FORMATS.values() if f is not fmt and not f.power_of_two_scales]
+    if not fmt.power_of_two_scales:
+        assert not set(fmt.dtypes) & {dtype for other in others for dtype in other.dtypes}
 
 
 @sent_format
