@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class RankSocket:
     def accept(
         self, token: str, silence_s: float, known: list[str], image: str = ""
     ) -> socket.socket:
-        """Wait for the trainer of the session.
+        """Wait for the trainer that holds the session's token; others are turned away.
 
         Args:
             known: names of the shared memory that is open already, reported to the trainer.
@@ -105,32 +105,20 @@ class RankSocket:
         Raises:
             OSError: it did not come, or left at once.
         """
-        peer = accept(self._listener, token)
-        try:
-            peer.settimeout(silence_s)
-            held = {"image": image} if image else {}
-            framing.send(peer, {"ok": True, "known": known, **held})
-        except OSError:
-            peer.close()
-            raise
-        return peer
-
-
-def accept(listener: socket.socket, token: str) -> socket.socket:
-    """Wait for the trainer that holds a session's token; others are turned away.
-
-    Raises:
-        TimeoutError: it did not come.
-    """
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    # one deadline for all: peers that are turned away must not hold the engine
-    while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
-        peer, _ = listener.accept()
-        if holds(peer, token, left):
-            return peer
-        peer.close()
-    raise TimeoutError("no trainer connected in time")
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        # one deadline for all: peers that are turned away must not hold the engine
+        while (left := deadline - time.monotonic()) > 0:
+            self._listener.settimeout(left)
+            peer, _ = self._listener.accept()
+            with ExitStack() as closing:
+                closing.enter_context(peer)
+                if holds(peer, token, left):
+                    peer.settimeout(silence_s)
+                    held = {"image": image} if image else {}
+                    framing.send(peer, {"ok": True, "known": known, **held})
+                    closing.pop_all()
+                    return peer
+        raise TimeoutError("no trainer connected in time")
 
 
 def holds(peer: socket.socket, token: str, limit_s: float = HELLO_TIMEOUT_S) -> bool:
