@@ -24,26 +24,13 @@ from sgl_fp8rl.protocol.cuda_driver import (
     ADDRESS,
     HANDLE_BYTES,
     INVALID_CONTEXT,
-    CudaMemoryError,
     IpcHandle,
     check,
     current,
     driver,
     ordinal,
 )
-
-__all__ = [
-    "CudaMemoryError",
-    "DeviceMemory",
-    "Handle",
-    "Mapping",
-    "base_of",
-    "export",
-    "exportable",
-    "gpu_uuid",
-    "still_there",
-    "visible_gpus",
-]
+from sgl_fp8rl.protocol.cuda_driver import CudaMemoryError as CudaMemoryError
 
 # The driver carves smaller allocations out of blocks of this size and a handle shares the whole
 # block, so memory that is made to be shared comes in whole blocks (CUDA programming guide, IPC).
