@@ -209,13 +209,11 @@ def silu_mul_codes(
 
 
 def check(x_MK: torch.Tensor, *, halves: int = 1, within: Channels | None = None) -> None:
-    """Check that x can be quantized along its last dimension, each of its halves separately.
+    """Raise ValueError unless x can be quantized along its last dimension.
 
     Args:
-        within: where each half lies among zeros.
-
-    Raises:
-        ValueError: it cannot.
+        halves: parts of that dimension, which are quantized separately.
+        within: where each part lies among zeros.
     """
     expect("the activations", x_MK, torch.bfloat16, ("tokens", "channels"))
     channels, rest = divmod(x_MK.shape[1], halves)
@@ -232,11 +230,7 @@ def check_norm(
     residual_MK: torch.Tensor | None,
     within: Channels | None,
 ) -> None:
-    """Check that x can be normalized and quantized.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise ValueError unless x can be normalized and quantized."""
     check(x_MK, within=within)
     expect("the norm's weight", weight_K, weight_K.dtype, tuple(x_MK.shape[1:]))
     if residual_MK is not None:

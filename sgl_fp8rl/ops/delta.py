@@ -97,11 +97,7 @@ def undoing(delta: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
 
 
 def records_of(delta: torch.Tensor, size: int) -> int:
-    """How many records a delta has.
-
-    Raises:
-        DeltaError: its last one is not whole.
-    """
+    """How many records a delta has; DeltaError if its last one is not whole."""
     records, rest = divmod(delta.numel(), RECORD_BYTES)
     if rest:
         raise DeltaError(_misfit(size))
@@ -109,11 +105,7 @@ def records_of(delta: torch.Tensor, size: int) -> int:
 
 
 def check_distances(total: int, zeros: int, size: int) -> None:
-    """Check that records lie inside of ``size`` bytes, each behind the one before.
-
-    Raises:
-        DeltaError: they do not.
-    """
+    """Raise DeltaError unless records lie inside of ``size`` bytes, each behind the one before."""
     if zeros or total > size:
         raise DeltaError(_misfit(size))
 

@@ -123,11 +123,7 @@ class Records:
         """The same of the program before: the first byte that a program may change."""
 
     def check(self) -> None:
-        """Check that records lie inside of what they change; synchronises.
-
-        Raises:
-            DeltaError: they do not.
-        """
+        """Raise DeltaError unless records lie inside of what they change; synchronises."""
         if self.count:
             total, zeros = self._sums.sum(1).tolist()
             check_distances(total, zeros, self._size)

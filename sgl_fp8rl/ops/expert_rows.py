@@ -89,11 +89,7 @@ def empty_rows(P: int, K: int, device: torch.device) -> Quantized:
 
 
 def check_sort(tokens: Quantized, places: Places) -> int:
-    """The maximum number of places, in whole blocks.
-
-    Raises:
-        ValueError: the scales of a token do not lie side by side.
-    """
+    """The maximum number of places, in whole blocks; ValueError if rows are not contiguous."""
     if not (tokens.is_by_row and tokens.codes_MK.is_contiguous()):
         raise ValueError(
             f"codes and scales have strides {tokens.codes_MK.stride()} and "

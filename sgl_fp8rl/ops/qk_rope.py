@@ -79,11 +79,7 @@ def check(
     slots_T: torch.Tensor,
     cache: Cache,
 ) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dim.
-
-    Raises:
-        ValueError: the arguments of ``norm_rope_store`` do not match.
-    """
+    """Query heads, KV heads and head dim; ValueError if these arguments do not match."""
     H, D = cache.k_SHD.shape[-2:]
     if D not in HEAD_DIMS:
         raise ValueError(

@@ -14,11 +14,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold a checkpoint's weights: those of its index, if it has one.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The safetensors files that hold a checkpoint's weights: those of its index, if it has one;
+    ValueError if there are none."""
     index = folder / INDEX
     if index.is_file():
         names = json.loads(index.read_text())["weight_map"].values()

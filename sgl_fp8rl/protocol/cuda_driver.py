@@ -80,11 +80,7 @@ def ordinal(device: int) -> int:
 
 
 def check(status: int, what: str, advice: str) -> None:
-    """Check the result of a call.
-
-    Raises:
-        CudaMemoryError: the call failed.
-    """
+    """Raise CudaMemoryError if a call failed."""
     if status:
         name = ctypes.c_char_p()
         library().cuGetErrorName(status, ctypes.byref(name))  # leaves NULL for what it knows not

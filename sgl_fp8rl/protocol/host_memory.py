@@ -13,11 +13,7 @@ import torch
 
 
 class HostMemory:
-    """``nbytes`` of memory.
-
-    Raises:
-        OSError: there is not enough.
-    """
+    """``nbytes`` of memory; OSError if there is not enough."""
 
     def __init__(self, nbytes: int) -> None:
         self.fd = os.memfd_create("fp8rl-bucket", os.MFD_ALLOW_SEALING)

@@ -192,22 +192,15 @@ def describe(
 
 
 def check_in_flight(choice: Any) -> str:
-    """What becomes of requests in flight.
-
-    Raises:
-        ManifestError: it is none of ``IN_FLIGHT``.
-    """
+    """What becomes of requests in flight; ManifestError if it is none of ``IN_FLIGHT``."""
     if choice not in IN_FLIGHT:
         raise ManifestError(f"in_flight is {excerpt(choice)}; give one of {', '.join(IN_FLIGHT)}")
     return str(choice)
 
 
 def parse_spec(name: str, entry: Any) -> TensorSpec:
-    """Dtype and shape of one tensor, from ``[dtype, shape]`` on the wire.
-
-    Raises:
-        ManifestError: no tensor of a model is so.
-    """
+    """Dtype and shape of one tensor, from ``[dtype, shape]`` on the wire; ManifestError if no
+    tensor of a model is so."""
     if len(name) > LONGEST_NAME or not name.isprintable():
         raise ManifestError(f"a tensor is called {excerpt(name)}; use the names of the checkpoint")
     if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):

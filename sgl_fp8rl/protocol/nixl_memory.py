@@ -147,11 +147,7 @@ class Writer:
 
 
 def writer_to(told: Any) -> Writer:
-    """The writer to some memory, made once as long as somebody holds it.
-
-    Raises:
-        NixlError: as ``Writer``.
-    """
+    """The writer to some memory, made once as long as somebody holds it."""
     key = repr(told)
     writer = _WRITERS.get(key)
     if writer is None:

@@ -24,11 +24,7 @@ CHECKPOINT = Policy("", -1)
 
 
 def check_policy(run: Any, version: Any) -> Policy:
-    """The policy that an update will make.
-
-    Raises:
-        ManifestError: the run is not a name, or the version not a whole number from 0 up.
-    """
+    """The policy that an update will make; ManifestError if these are none."""
     # replies carry it as a 64-bit integer
     if type(version) is not int or not 0 <= version < 2**63:
         raise ManifestError(

@@ -261,11 +261,8 @@ class EngineWeights:
         self.memory.close()
 
     def check_addresses(self) -> None:
-        """Check that no parameter, and nothing derived from one, moved since the model was built.
-
-        Raises:
-            SessionError: one did; captured CUDA graphs would read freed memory.
-        """
+        """Raise SessionError if a parameter, or what is derived from one, moved since the model was
+        built: captured CUDA graphs would read freed memory."""
         if self._in_order() == self._places:
             return
         now = self._find_addresses()

@@ -67,11 +67,7 @@ def run(host: EngineHost, weights: EngineWeights, message: dict[str, Any]) -> Re
 
 
 def _transaction(message: dict[str, Any]) -> str:
-    """The name that the trainer gives an update.
-
-    Raises:
-        ManifestError: it is none.
-    """
+    """The name that the trainer gives an update; ManifestError if it is none."""
     name = message.get("transaction")
     if type(name) is not str or not 0 < len(name) <= LONGEST_NAME:
         raise ManifestError(
@@ -132,11 +128,7 @@ def _prepare(
 
 
 def _check_kv_scales(weights: EngineWeights, manifest: Manifest) -> None:
-    """Check that scales come with an update that needs them.
-
-    Raises:
-        ManifestError: ``kv_scheme`` is ``trainer``, and there are none.
-    """
+    """Raise ManifestError if ``kv_scheme`` is ``trainer``, and no scales come."""
     needs = isinstance(weights.kv, KVScales) and weights.kv.scheme == "trainer"
     if needs and not names_in(manifest.tensors):
         raise ManifestError(

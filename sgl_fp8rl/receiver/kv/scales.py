@@ -133,11 +133,7 @@ class KVScales(QuantizedKV):
         return ScaledLayer(self, index)
 
     def load(self, path: str | Path) -> None:
-        """Set the scales of a file.
-
-        Raises:
-            KVScalesError: it cannot be read, or its scales do not match this model.
-        """
+        """Set the scales of a file; KVScalesError as of ``read_file`` and ``check``."""
         scales = torch.tensor(read_file(path), dtype=torch.float32)
         self.check(scales)
         self.write(scales)

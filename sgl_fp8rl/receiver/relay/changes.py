@@ -34,11 +34,8 @@ class SessionChanges:
         """Several ranks of a trainer may send at once."""
 
     def room_for(self, index: Any, size: Any, of: int) -> torch.Tensor:
-        """Memory for the ``size`` bytes of a change of a chunk of ``of`` bytes.
-
-        Raises:
-            ValueError: there can be no such change.
-        """
+        """Memory for the ``size`` bytes of a change of a chunk of ``of`` bytes; ValueError if there
+        can be no such change."""
         if type(index) is not int or index in self._changes or type(size) is not int:
             raise ValueError(
                 f"chunk {excerpt(index)} cannot be changed; install the same sgl-fp8rl on both "
@@ -53,11 +50,8 @@ class SessionChanges:
         return torch.empty(size, dtype=torch.uint8)
 
     def take(self, index: Any, payload: torch.Tensor, offset: int, of: int) -> None:
-        """Note a change that has come whole, of the chunk of ``of`` bytes at ``offset``.
-
-        Raises:
-            ValueError: there is one of this chunk.
-        """
+        """Note a change that has come whole, of the chunk of ``of`` bytes at ``offset``; ValueError
+        if there is one of it."""
         with self._taking:
             if index in self._changes:
                 raise ValueError(

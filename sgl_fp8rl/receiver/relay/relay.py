@@ -309,11 +309,7 @@ class Relay:
 
 
 def _receive(peer: socket.socket, content: torch.Tensor) -> None:
-    """Fill ``content`` with the next bytes.
-
-    Raises:
-        OSError: the connection ended.
-    """
+    """Fill ``content`` with the next bytes; OSError if the connection ends before."""
     view = content.numpy().data
     while view:
         received = peer.recv_into(view)

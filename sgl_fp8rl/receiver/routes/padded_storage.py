@@ -28,11 +28,8 @@ def unpadded(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 def placed(route: Route, parameters: Mapping[str, torch.Tensor]) -> list[Route]:
-    """A route that was recorded as if its parameter had no padding, part by part.
-
-    Raises:
-        RouteError: its source is no matrix.
-    """
+    """A route that was recorded as if its parameter had no padding, part by part; RouteError if its
+    source is no matrix."""
     padding = padding_of(parameters[route.parameter])
     if padding is None:
         return [route]

@@ -104,11 +104,8 @@ class Segments:
             raise
 
     def check(self, manifest: Manifest) -> None:
-        """Check that every row of each tensor that the manifest calls mapped lies in a segment.
-
-        Raises:
-            SharedMemoryError: some do not.
-        """
+        """Raise SharedMemoryError unless every row of each tensor that the manifest calls mapped
+        lies in a segment."""
         if self.places.keys() != manifest.mapped:
             raise SharedMemoryError("the mapped tensors are not those of the manifest")
         for name, pieces in self.places.items():
