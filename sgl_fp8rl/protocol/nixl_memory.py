@@ -5,11 +5,11 @@ memory: a wrong metadata blob can crash NIXL's C++, so an engine never reads a t
 """
 
 import base64
-import binascii
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -65,14 +65,10 @@ class Exposed:
     def __init__(self, content: torch.Tensor) -> None:
         self._content = content
         self._agent = _agent()
-        try:
+        advice = "raise the limit of locked memory, or start the engine with --fp8rl-network tcp"
+        with _failing(f"NIXL cannot register {content.numel()} bytes", advice):
             self._agent.register_memory([content])
             agent = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        except Exception as error:  # NIXL's errors have no other class in common
-            raise NixlError(
-                f"NIXL cannot register {content.numel()} bytes: {error or type(error).__name__}; "
-                f"raise the limit of locked memory, or start the engine with --fp8rl-network tcp"
-            ) from error
         self.told = {"agent": agent, "address": content.data_ptr()}
         """What a ``Writer`` is made of, as JSON."""
 
@@ -96,12 +92,8 @@ class Writer:
                 f"memory is exposed as {excerpt(told)}; install the same sgl-fp8rl on both sides"
             )
         self._agent = _agent()
-        try:
+        with _failing(f"NIXL cannot read the engine's metadata {excerpt(agent)}"):
             self._remote = self._agent.add_remote_agent(base64.b64decode(agent, validate=True))
-        except binascii.Error as error:
-            raise NixlError(f"metadata of NIXL is {excerpt(agent)}") from error
-        except Exception as error:  # NIXL's errors have no other class in common
-            raise NixlError(f"NIXL cannot read the engine's metadata: {error}") from error
 
     def write(
         self, data: torch.Tensor, offset: int, timeout_s: float, is_over: Callable[[], bool]
@@ -118,7 +110,7 @@ class Writer:
         """
         if not data.numel():
             return
-        try:
+        with _failing(f"{data.numel()} bytes could not be written by NIXL"):
             # UCX keeps registrations of memory that comes again
             registered = self._agent.register_memory([data])
             remote = [(self._address + offset, data.numel(), 0)]
@@ -139,11 +131,6 @@ class Writer:
             self._agent.deregister_memory(registered)
             if state != "DONE":
                 raise NixlError("the transfer failed")
-        except Exception as error:  # NIXL's errors have no other class in common
-            raise NixlError(
-                f"{data.numel()} bytes could not be written by NIXL: "
-                f"{str(error) or type(error).__name__}"
-            ) from error
 
 
 def writer_to(told: Any) -> Writer:
@@ -164,10 +151,18 @@ def _agent() -> Any:
     from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
     strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # threads of a relay share one
-    try:
+    with _failing("NIXL cannot start", INSTALL):
         return nixl_agent(
             f"fp8rl-{secrets.token_hex(8)}",
             nixl_agent_config(backends=["UCX"], sync_mode=strict),
         )
-    except Exception as error:  # NIXL's errors have no other class in common
-        raise NixlError(f"NIXL cannot start: {error}; {INSTALL}") from error
+
+
+@contextmanager
+def _failing(what: str, advice: str = "") -> Iterator[None]:
+    """Raise NIXL's errors, which have no other class in common, as a NixlError of one sentence."""
+    try:
+        yield
+    except Exception as error:
+        why = f"{what}: {str(error) or type(error).__name__}"
+        raise NixlError(f"{why}; {advice}" if advice else why) from error
