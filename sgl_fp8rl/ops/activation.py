@@ -147,9 +147,7 @@ def rms_norm_quantize(
 
     Args:
         residual_MK: BF16; it becomes ``x + residual``, and x becomes y.
-        by_row: layout of the scales (``Quantized``).
-        within: where the codes lie among zeros.
-        power_of_two: as of ``quantize_tokens``.
+        by_row, within, power_of_two: as of ``quantize_tokens``.
 
     Returns:
         y_MK BF16 (x itself if there is a residual), and its quantization.
@@ -180,8 +178,7 @@ def silu_mul_quantize(
     division multiplies by the reciprocal, which is 0 where exp(-gate) exceeds 2**126.
 
     Args:
-        within: where the codes lie among zeros.
-        power_of_two: as of ``quantize_tokens``.
+        within, power_of_two: as of ``quantize_tokens``.
 
     Returns:
         y_MI BF16, and its quantization.
@@ -198,12 +195,7 @@ def silu_mul_quantize(
 def silu_mul_codes(
     gate_up_M2I: torch.Tensor, *, by_row: bool = False, power_of_two: bool = False
 ) -> Quantized:
-    """``silu_mul_quantize`` without y.
-
-    Args:
-        by_row: layout of the scales (``Quantized``).
-        power_of_two: as of ``quantize_tokens``.
-    """
+    """``silu_mul_quantize`` without y; options are those of ``quantize_tokens``."""
     y_MI, _ = silu_mul_quantize(gate_up_M2I)
     return quantize_tokens(y_MI, by_row=by_row, power_of_two=power_of_two)
 

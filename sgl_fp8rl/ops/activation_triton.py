@@ -4,8 +4,6 @@ The bytes are those of ``activation.py``, with the GPU's approximate reciprocal 
 instructions that SGLang's kernels compile to on Hopper. Only results are allocated and nothing is
 synchronized, so a CUDA graph can capture it. No kernel depends on the number of tokens.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 import functools
 from typing import Any

@@ -4,8 +4,6 @@ As ``weight_quant_triton`` does for blocks: a chunk of an update is a few launch
 tensors it holds, and the bytes are those of ``channel.py``. A rank that keeps a part of each row
 reads the whole of it for the scale.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 from collections import defaultdict
 from collections.abc import Iterable

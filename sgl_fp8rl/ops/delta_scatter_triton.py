@@ -4,8 +4,6 @@ What is stored is neither read nor written but where it changes. An engine keeps
 was sent, in boxes of its own parameters (BF16 as the upper half of FP32, too), so a table of boxes
 is enough to find each byte; a byte of which nothing is stored has no box, one stored twice has two.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -5,8 +5,6 @@ A program compares a block of units and writes down those that differ, in their 
 known how many records each block has, what was written down becomes records: they take the time
 of what changed, not of what was compared. Only numbers of records and the records go to the host.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 import torch
 import triton

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_fp8rl.ops.activation import Quantized
-from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
+from sgl_fp8rl.ops.activation import Quantized, empty_quantized
+from sgl_fp8rl.ops.reference import BLOCK
 
 
 class Places(NamedTuple):
@@ -51,7 +51,7 @@ def sort_rows(tokens: Quantized, places: Places, T: int) -> SortedRows:
     row_P = places.row_P[:P].long()
     is_used_P = torch.arange(P) < places.used_1
     place_I = (is_used_P & (row_P < M * T)).nonzero().squeeze(1)
-    rows = empty_rows(P, K, codes_MK.device)
+    rows = empty_quantized(P, K, codes_MK.device)
     token_I = row_P[place_I] // T
     rows.codes_MK.view(torch.uint8)[place_I] = codes_MK.view(torch.uint8)[token_I]
     rows.scales_Mk[place_I] = scales_Mk[token_I]
@@ -80,12 +80,6 @@ def sum_rows(
     y_RH = y_PH[place_R.long()].float().masked_fill((place_R < 0).unsqueeze(1), 0.0)
     y_MTH = y_RH.view(M, T, -1)
     return out_MH.copy_((y_MTH * weight_MT.unsqueeze(-1)).sum(1) * factor)
-
-
-def empty_rows(P: int, K: int, device: torch.device) -> Quantized:
-    """Uninitialized memory for P rows, a multiple of 128, so DeepGEMM's layout needs no padding."""
-    scales = torch.empty((K // BLOCK, P), device=device)
-    return Quantized(torch.empty((P, K), dtype=FP8_DTYPE, device=device), scales.t())
 
 
 def check_sort(tokens: Quantized, places: Places) -> int:

@@ -3,15 +3,13 @@
 The bytes are those of ``expert_rows.py``, except for the order in which a token's rows are summed.
 Nothing is synchronized, and no kernel depends on the number of tokens.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 import torch
 import triton
 import triton.language as tl
 
-from sgl_fp8rl.ops.activation import Quantized
-from sgl_fp8rl.ops.expert_rows import Places, SortedRows, check_sort, empty_rows
+from sgl_fp8rl.ops.activation import Quantized, empty_quantized
+from sgl_fp8rl.ops.expert_rows import Places, SortedRows, check_sort
 from sgl_fp8rl.ops.reference import BLOCK
 
 _PLACES = 4
@@ -24,7 +22,7 @@ def sort_rows(tokens: Quantized, places: Places, T: int) -> SortedRows:
     P = check_sort(tokens, places)
     codes_MK, scales_Mk = tokens
     M, K = codes_MK.shape
-    rows = empty_rows(P, K, codes_MK.device)
+    rows = empty_quantized(P, K, codes_MK.device)
     expert_P = places.expert_B.new_empty(P)
     place_R = places.row_P.new_empty(M * T)
     with torch.cuda.device_of(codes_MK):  # a kernel starts on the current device

@@ -3,8 +3,6 @@
 The bytes are those of ``kv_int8.py``: the rotation adds in its order, a pair at a time, so that
 what a token has depends on no other. Only results are allocated and nothing is synchronized.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 import torch
 import triton

@@ -2,8 +2,6 @@
 
 The bytes are those of ``kv_pages.py``. Nothing is allocated or synchronized.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 import torch
 import triton

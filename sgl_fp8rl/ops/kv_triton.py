@@ -3,8 +3,6 @@
 The bytes and the statistics are those of ``kv.py``. Only results are allocated and nothing is
 synchronized, so a CUDA graph can capture it; scales and slots are read at replay.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 import torch
 import triton

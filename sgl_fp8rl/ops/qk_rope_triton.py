@@ -5,8 +5,6 @@ The bytes and the statistics are those of ``qk_rope.py`` and of SGLang's kernels
 norm's squares are summed and the GPU's approximate root: rarely a BF16 value differs by one ulp.
 Only results are allocated and nothing is synchronized, so a CUDA graph can capture it.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 import torch
 import triton

@@ -4,8 +4,6 @@ A first kernel reduces each chunk of a row to its maximum, its sum of exponentia
 second computes the row's log-sum-exp and compares the winners, on one scale. Results are those of
 ``sample.py`` to FP32 rounding: the token differs only if the two best are that close.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 import torch
 import triton

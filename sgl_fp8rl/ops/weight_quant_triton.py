@@ -4,8 +4,6 @@ A copy takes a box of a tensor from where the trainer left it to where the engin
 quantized to codes and scales, cast, or copied. The bytes are those of ``reference.py``. A chunk of
 an update is a few launches, however many tensors it holds.
 """
-# Triton comes without types.
-# mypy: disable-error-code="untyped-decorator"
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -210,19 +208,14 @@ def bits_of(x: tl.tensor, POSITIVE: tl.constexpr, POWER_OF_TWO: tl.constexpr = F
 
 @triton.jit
 def quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """``x / scale`` rounded to nearest; x is of the model's dtype."""
+    """``x / scale`` rounded to nearest; x is of the model's dtype.
+
+    As a code it needs no clamp: amax / scale is at most an ulp above 448, and all up to 464 becomes
+    448.
+    """
     if x.dtype == tl.float32:
         return tl.div_rn(x, scale)
     return divide(x.to(tl.float32), scale)
-
-
-@triton.jit
-def _encode(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Codes of ``x / scale``; x is of the model's dtype.
-
-    Without a clamp: amax / scale is at most an ulp above 448, and all up to 464 becomes 448.
-    """
-    return quotient(x, scale).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -281,7 +274,7 @@ def _copy_whole(
     x = cast(x, VALUE)
     top = tl.max(bits_of(x, POSITIVE, POWER_OF_TWO))
     if QUANTIZE:
-        x = _encode(x, _scale_of(top, POWER_OF_TWO))
+        x = quotient(x, _scale_of(top, POWER_OF_TWO)).to(tl.float8e4nv)
     tl.store(target + row * target_stride + col, x)
     return top
 
@@ -320,7 +313,8 @@ def _copy_ragged(
             row = start + strip
             inside = (row < rows) & (col < cols)
             x = cast(tl.load(source + row * source_stride + col, mask=inside, other=0.0), VALUE)
-            tl.store(target + row * target_stride + col, _encode(x, scale), mask=inside)
+            codes = quotient(x, scale).to(tl.float8e4nv)
+            tl.store(target + row * target_stride + col, codes, mask=inside)
     return top
 
 

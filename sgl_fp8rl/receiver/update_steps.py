@@ -63,7 +63,7 @@ def run(host: EngineHost, weights: EngineWeights, message: dict[str, Any]) -> Re
         outcome, peer = serve(rank_socket, session, message["token"], silence_s, is_one_of)
     finally:
         rank_socket.close()
-    return _end(host, weights, policy, transaction, outcome, peer)
+    return _end(host, weights, transaction, outcome, peer)
 
 
 def _transaction(message: dict[str, Any]) -> str:
@@ -200,12 +200,13 @@ def _listen(
 def _end(
     host: EngineHost,
     weights: EngineWeights,
-    policy: Policy,
     transaction: str,
     outcome: Outcome,
     peer: socket.socket | None,
 ) -> Reply:
     """Commit, quarantine or go on, as the ranks decide together, and tell the trainer."""
+    assert weights.session is not None
+    policy = weights.session.policy
     outcomes = host.gather(outcome)
     failed = next((o for o in outcomes if not o.committed), None)
     if failed is None or committed(outcomes):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.ops.activation import Quantized
-from sgl_fp8rl.ops.expert_rows import Places, empty_rows
+from sgl_fp8rl.ops.activation import Quantized, empty_quantized
+from sgl_fp8rl.ops.expert_rows import Places
 from sgl_fp8rl.ops.reference import BLOCK
 
 ROWS_OF_EXPERT = 256
@@ -77,7 +77,7 @@ def compile_grouped(layer: Any, T: int, largest: int) -> None:
     ):
         for P in reversed(rooms):
             none_P = torch.full((P,), -1, dtype=torch.int32, device=device)
-            _grouped_gemm(empty_rows(P, weight.shape[2], device), weight, scales, none_P)
+            _grouped_gemm(empty_quantized(P, weight.shape[2], device), weight, scales, none_P)
     torch.cuda.empty_cache()
 
 

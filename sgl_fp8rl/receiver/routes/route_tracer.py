@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sgl_fp8rl.formats import QUANTIZED, mark, marked_format
 from sgl_fp8rl.ops.regions import Region, as_region
@@ -73,7 +74,7 @@ class Probe(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        probes = [a for a in _flatten((args, kwargs)) if isinstance(a, Probe)]
+        probes = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Probe)]
         probe, sources = probes[0], {p.source for p in probes}
         if func is aten.cat.default and len(probes) == len(args[0]):
             return Joined(probes, *args[1:])
@@ -83,12 +84,12 @@ class Probe(torch.Tensor):
         if func in _SAME_VALUES:
             return Probe(probe.meta, probe.source, probe.recorder)
         if func.is_view and func not in _REINTERPRETS:
-            metas = torch.utils._pytree.tree_map_only(Probe, lambda p: p.meta, (args, kwargs))
+            metas = tree_map_only(Probe, lambda p: p.meta, (args, kwargs))
             try:
                 out = func(*metas[0], **(metas[1] or {}))
             except RuntimeError as error:  # a view of what would have been made contiguous
                 raise UnrecordableError(sources, f"its loader calls {func} on it") from error
-            return torch.utils._pytree.tree_map_only(
+            return tree_map_only(
                 torch.Tensor, lambda meta: Probe(meta, probe.source, probe.recorder), out
             )
         raise UnrecordableError(sources, f"its loader calls {func} on it")
@@ -116,7 +117,7 @@ class Joined(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        joined = next(a for a in _flatten((args, kwargs)) if isinstance(a, Joined))
+        joined = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, Joined))
         if func in _SAME_VALUES:
             return Joined(joined.parts, joined.axis)
         target = args[0]
@@ -166,7 +167,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Probe | Joined) for leaf in _flatten((args, kwargs))):
+        if any(isinstance(leaf, Probe | Joined) for leaf in tree_leaves((args, kwargs))):
             return result  # the probe has recorded it
         for written in written_by(func, args, kwargs or {}):
             storage = written.untyped_storage().data_ptr()
@@ -279,10 +280,6 @@ def _region_of(base: torch.Tensor, view: torch.Tensor) -> Region | None:
 
 def _longer(region: Region) -> list[int]:
     return [stop - start for start, stop in region if stop - start != 1]
-
-
-def _flatten(tree: Any) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(tree)
 
 
 class WriteWatch(TorchDispatchMode):

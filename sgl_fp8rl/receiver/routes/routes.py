@@ -101,14 +101,6 @@ class RouteTable:
         *_, rows, cols = self.sources[source]
         return QUANTIZED.refusal([rows], cols)
 
-    def kept_in(self, dtype: torch.dtype) -> list[str]:
-        """The HF tensors that the engine keeps in this dtype."""
-        return [
-            source
-            for source, routes in self.routes.items()
-            if any(self.parameters[route.parameter].dtype == dtype for route in routes)
-        ]
-
     def by_format(self) -> dict[str, list[str]]:
         """The HF tensors that a trainer may send as codes, by the name of the format."""
         found: dict[str, list[str]] = defaultdict(list)
@@ -122,7 +114,12 @@ class RouteTable:
     def names(self) -> dict[str, Any]:
         """HF tensors by how they are kept, for the engine's ``layout``: the same until a new table
         is recorded."""
-        return {"fp32": self.kept_in(torch.float32), "formats": self.by_format()}
+        fp32 = [
+            source
+            for source, routes in self.routes.items()
+            if any(self.parameters[route.parameter].dtype == torch.float32 for route in routes)
+        ]
+        return {"fp32": fp32, "formats": self.by_format()}
 
     def check(self) -> None:
         """Check what must be true before anything is written through these routes.

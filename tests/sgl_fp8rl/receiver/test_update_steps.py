@@ -27,6 +27,7 @@ class Rank:
         self.did: list[str] = []
         self.can_undo, self.session = can_undo, self
         self.memory = SimpleNamespace(close=lambda: None)
+        self.policy = Policy("r", 1)
 
     def undo(self) -> None:
         self.did.append("undo")
@@ -71,7 +72,7 @@ def test_all_ranks_go_back_or_none(
 
     rank: Any = Rank(can_undo)
     host = Host(0, Exchange(1), lambda _: None)
-    reply = update_steps._end(host, rank, Policy("r", 1), "t", mine, None)
+    reply = update_steps._end(host, rank, "t", mine, None)
     assert rank.did == did
     assert reply["ended"] == bool(host.policies) == ("commit" in did)
     assert bool(host.refused) == any(word.startswith("quarantine") for word in did)
