@@ -138,12 +138,8 @@ class WeightFormat(ABC):
         ends_outside = any(stop > size for (_, stop), size in zip(target, stored, strict=True))
         return None if starts_apart or ends_outside else blocks
 
-    def check_cut(self, region: Region, shape: tuple[int, ...]) -> None:
-        """Check that a box of a tensor can be encoded by itself.
-
-        Raises:
-            ValueError: it cuts what shares a companion's element.
-        """
+    def check_cut(self, name: str, region: Region, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if a box of a tensor cuts what shares a companion's element."""
         whole = self.cover(region, shape)
         if whole != region:
             (start, stop), size = next(
@@ -151,7 +147,10 @@ class WeightFormat(ABC):
             )
             rows, cols = self.block
             what = "row" if cols == ROW else f"{rows}x{cols} block"
-            raise ValueError(f"cuts a {what} at {start}:{stop} of {size}")
+            raise ValueError(
+                f"a piece of {name} cuts a {what} at {start}:{stop} of {size}; cut it where blocks "
+                f"end"
+            )
 
     @abstractmethod
     def encode(self, weight: torch.Tensor) -> Encoded:

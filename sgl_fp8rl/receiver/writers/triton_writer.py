@@ -15,7 +15,6 @@ from sgl_fp8rl.formats.weight_format import (
     NOT_POWERS,
     ROW,
     WEIGHT_DTYPES,
-    TensorSpec,
     WeightFormat,
 )
 from sgl_fp8rl.ops.channel_triton import compile_rows
@@ -272,7 +271,9 @@ class TritonWriter(WeightWriter):
                     kept = src[-1] if format_.block[1] == ROW else None
                     # what is not of this rank is written, too, and zeroed as the update finishes
                     src, dst = format_.cover_copy(src, dst, shape)
-                    _check_cut(format_, name, spec, src, first)
+                    (start, stop), *rest = src
+                    cut = (start + first, stop + first), *rest
+                    format_.check_cut(name, cut, spec.shape)
                     scales = self._scales(route, format_, dst)
                 parameter = self.table.parameters[route.parameter]
                 yield from describe_copy(
@@ -302,15 +303,6 @@ class TritonWriter(WeightWriter):
 def joined_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Device memory of this process."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _check_cut(format_: WeightFormat, name: str, spec: TensorSpec, src: Region, row: int) -> None:
-    """Raise ValueError if a box whose first row is ``row`` of the tensor cuts a block."""
-    (start, stop), *rest = src
-    try:
-        format_.check_cut(((start + row, stop + row), *rest), spec.shape)
-    except ValueError as error:
-        raise ValueError(f"a piece of {name} {error}; cut it where blocks end") from error
 
 
 def _placed(parameter: torch.Tensor) -> Placed:

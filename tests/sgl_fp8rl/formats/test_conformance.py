@@ -138,7 +138,7 @@ def test_rows_may_be_encoded_apart(fmt: WeightFormat, shape: tuple[int, ...]) ->
     for border in range(step, shape[0], step):
         for rows in ((0, border), (border, shape[0])):
             region = (rows, *whole(shape[1:]))
-            fmt.check_cut(region, shape)
+            fmt.check_cut("w", region, shape)
             assert_same(fmt.encode(view(original, region)), cut(fmt, encoded, region))
 
 
@@ -149,12 +149,12 @@ def test_a_cut_inside_of_a_block_is_refused(fmt: WeightFormat) -> None:
     original = weight(256, 256)
     for region in (*of_rows, of_columns):
         if fmt.block == (1, 1) or (fmt.block[0] == 1 and region in of_rows):
-            fmt.check_cut(region, (256, 256))
+            fmt.check_cut("w", region, (256, 256))
             expected = cut(fmt, fmt.encode(original), region)
             assert_same(fmt.encode(view(original, region)), expected)
         else:
             with pytest.raises(ValueError, match="cuts a"):
-                fmt.check_cut(region, (256, 256))
+                fmt.check_cut("w", region, (256, 256))
 
 
 def stored(fmt: WeightFormat, shape: tuple[int, ...]) -> RouteTable:
