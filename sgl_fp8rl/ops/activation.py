@@ -175,16 +175,11 @@ def silu_mul_quantize(
     """``silu(gate) * up``, and its codes.
 
     As SGLang's ``silu_and_mul``: in FP32, ``gate / (1 + exp(-gate)) * up``, rounded once. The
-    division multiplies by the reciprocal, which is 0 where exp(-gate) exceeds 2**126.
-
-    Args:
-        within, power_of_two: as of ``quantize_tokens``.
+    division multiplies by the reciprocal, which is 0 where exp(-gate) exceeds 2**126. What it takes
+    besides, and raises, is as of ``quantize_tokens``, of each half.
 
     Returns:
         y_MI BF16, and its quantization.
-
-    Raises:
-        ValueError: another dtype or layout, or I with its zeros is not a multiple of 128.
     """
     check(gate_up_M2I, halves=2, within=within)
     gate, up = gate_up_M2I.float().chunk(2, dim=-1)

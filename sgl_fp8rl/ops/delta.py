@@ -88,11 +88,7 @@ def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
 
 def undoing(delta: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
-    """The delta that goes back.
-
-    Args:
-        replaced: what ``apply`` returned for ``delta``, on the same device.
-    """
+    """The delta that goes back; ``replaced`` is what ``apply`` returned."""
     return torch.cat([delta[: 2 * replaced.numel()], replaced])
 
 

@@ -53,14 +53,8 @@ class Scatter:
         """Where each box ends, or one before it, if that is farther."""
 
     def locate(self, delta: torch.Tensor) -> "ScatteredDelta":
-        """Look up where a delta is to be written; nothing is yet.
-
-        Args:
-            delta: uint8 ``[3 * R]``, on the device.
-
-        Raises:
-            DeltaError: it is none of a chunk.
-        """
+        """Look up where a delta on the device is to be written; nothing is yet. DeltaError if it is
+        none of a chunk."""
         records = Records(delta, self._size)
         records.check()
         first = torch.searchsorted(self._reaches, records.starts, right=True)

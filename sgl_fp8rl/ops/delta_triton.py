@@ -94,15 +94,8 @@ class Comparison:
 
 
 class Records:
-    """A delta on a GPU, read on its current stream: ``RECORDS`` records for each program.
-
-    Args:
-        delta: uint8 ``[3 * R]``.
-        size: bytes of what it changes.
-
-    Raises:
-        DeltaError: its last record is not whole.
-    """
+    """A delta on a GPU of ``size`` bytes, read on its current stream: ``RECORDS`` records for each
+    program; DeltaError if its last record is not whole."""
 
     def __init__(self, delta: torch.Tensor, size: int) -> None:
         self.count = count = records_of(delta, size)

@@ -116,9 +116,8 @@ def attend(
     Args:
         q_NQD: BF16, over INT8 FP16 (``kv_int8.rotate_queries``), the same number of tokens for
             each sequence, of which each has at least so many.
-        window: a token sees so many before it; None for all.
-        logit_cap: scores become ``cap * tanh(score / cap)``; 0 for none.
-        sinks_Q: BF16 or FP32, scores of a token more that every query sees, without a V.
+        window, logit_cap: as of ``paged_decode.attend``.
+        sinks_Q: the same, BF16 or FP32.
 
     Raises:
         ValueError: the workspace is not for this shape, or sinks are of another.

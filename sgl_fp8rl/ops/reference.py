@@ -71,7 +71,7 @@ def quantize_weight(
 
     Args:
         weight_NK: BF16, FP16 or FP32, ``[..., N, K]``.
-        power_of_two: round scales up to powers of two.
+        power_of_two: here and below, round scales up to powers of two.
 
     Returns:
         ``codes_NK`` float8_e4m3fn of the same shape, and ``scale_inv_nk`` FP32
@@ -107,7 +107,6 @@ def quantize_activation(
 
     Args:
         x_MK: BF16, FP16 or FP32, ``[..., M, K]``.
-        power_of_two: round scales up to powers of two.
 
     Returns:
         ``codes_MK`` float8_e4m3fn and ``scales_Mk`` FP32 ``[..., M, ceil(K/128)]``. Where an
@@ -136,13 +135,8 @@ def fp8_linear(
     *,
     power_of_two: bool = False,
 ) -> torch.Tensor:
-    """What a W8A8 block GEMM computes, in FP32: ``dequant(quant(x)) @ dequant(W).T + bias``.
-
-    Args:
-        power_of_two: round the scales of activations up to powers of two.
-
-    Returns:
-        ``[..., M, N]`` in the dtype of ``x_MK``.
+    """What a W8A8 block GEMM computes, in FP32: ``dequant(quant(x)) @ dequant(W).T + bias``,
+    ``[..., M, N]`` in the dtype of ``x_MK``; ``power_of_two`` is that of the scales of activations.
     """
     x = dequantize_activation(*quantize_activation(x_MK, power_of_two=power_of_two))
     y = x @ dequantize_weight(codes_NK, scale_inv_nk).T

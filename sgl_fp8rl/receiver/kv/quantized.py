@@ -43,11 +43,7 @@ class Heads:
 
 
 class QuantizedKV(nn.Module):
-    """The state of an 8-bit KV cache, and the statistics of what was stored.
-
-    Args:
-        heads: the KV heads of the model.
-    """
+    """The state of an 8-bit KV cache, and the statistics of what was stored."""
 
     format: ClassVar[str]
     """As the option ``kv_cache`` names it."""
@@ -84,11 +80,7 @@ class QuantizedKV(nn.Module):
         raise NotImplementedError
 
     def after_update(self, incoming_L2H: torch.Tensor | None) -> None:
-        """Follow new weights; the cache is empty.
-
-        Args:
-            incoming_L2H: the scales that came with them, checked.
-        """
+        """Follow new weights, and the scales that came with them, checked; the cache is empty."""
         raise NotImplementedError
 
     def snapshot(self) -> tuple[torch.Tensor | None, torch.Tensor]:

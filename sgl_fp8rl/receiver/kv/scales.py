@@ -33,7 +33,6 @@ class KVScales(QuantizedKV):
     """The scales of one rank's KV cache and the statistics of what was stored under them.
 
     Args:
-        heads: the KV heads of the model.
         scheme: ``kv_scheme`` of the server arguments.
     """
 

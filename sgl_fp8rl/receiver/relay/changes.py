@@ -20,11 +20,7 @@ class Changed(NamedTuple):
 
 
 class SessionChanges:
-    """The changes that have come in one session.
-
-    Args:
-        most_bytes: of all of them.
-    """
+    """The changes that have come in one session, of ``most_bytes`` together."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes

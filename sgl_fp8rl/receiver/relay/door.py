@@ -19,14 +19,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Door:
-    """Listens at a port of the kernel's choice.
-
-    Args:
-        host: the address to listen at.
-
-    Raises:
-        OSError: this address cannot be listened at.
-    """
+    """Listens at this address, at a port of the kernel's choice; OSError if it cannot."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -30,16 +30,10 @@ class RelayRanks:
     def connect(
         self, stack: ExitStack, paths: Sequence[str], token: str
     ) -> tuple[list[set[str]], set[str]]:
-        """Connect to every rank.
-
-        Args:
-            stack: closes the connections.
+        """Connect to every rank, until ``stack`` closes; OSError or ValueError if one is gone.
 
         Returns:
             the names of the memory that each has open, and of the updates that they hold.
-
-        Raises:
-            OSError, ValueError: a rank is gone.
         """
         known: list[set[str]] = []
         images: set[str] = set()

@@ -41,11 +41,8 @@ class Relay:
     """Forwards the messages of one session, and keeps its bucket open until the next session.
 
     Args:
-        host: the address to listen at.
+        host: as of ``Door``.
         silence_s: seconds that the trainer may send nothing during an update.
-
-    Raises:
-        OSError: this address cannot be listened at.
     """
 
     def __init__(self, host: str, silence_s: float, memories: RelayMemory) -> None:
@@ -68,11 +65,7 @@ class Relay:
         self._written = Condition()
 
     def start(self, sockets: Sequence[str], token: str) -> None:
-        """Wait for the trainer, in threads of this process.
-
-        Args:
-            sockets: of the ranks, whose session has begun.
-        """
+        """Wait for the trainer, in threads of this process; the ranks' session has begun."""
         self._door.open(token, self._enter)
         run = partial(self._run, list(sockets), token)
         Thread(target=run, name="fp8rl-relay", daemon=True).start()
