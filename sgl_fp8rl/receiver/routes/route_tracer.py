@@ -6,7 +6,7 @@ strides tells which box of the HF tensor a copy reads.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,16 +46,19 @@ class UnrecordableError(RuntimeError):
 
 
 class Probe(torch.Tensor):
-    """Stands for a box of one HF tensor while SGLang's loader slices and copies it."""
+    """Stands for a box of an HF tensor while SGLang's loader slices and copies it, or for several
+    boxes that it concatenated, which can be copied as a whole."""
 
-    meta: torch.Tensor
-    source: str
+    parts: "Parts"
+    axis: int
     recorder: "_Recorder"
     _sglang_runai_streamer_tensor = True
     """Loaders with a pool of threads copy such tensors at once, in the thread that is watched."""
 
     @staticmethod
-    def __new__(cls: Any, meta: torch.Tensor, source: str, recorder: "_Recorder") -> "Probe":
+    def __new__(cls: Any, parts: "Parts", recorder: "_Recorder", axis: int = 0) -> "Probe":
+        metas = [meta for _, meta in parts]
+        meta = metas[0] if len(metas) == 1 else torch.cat(metas, axis)
         probe = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
@@ -64,70 +67,39 @@ class Probe(torch.Tensor):
             dtype=meta.dtype,
             device=torch.device("cpu"),
         )
-        probe.meta, probe.source, probe.recorder = meta, source, recorder
+        probe.parts, probe.recorder, probe.axis = parts, recorder, axis
         return probe  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Probe({self.source}, {tuple(self.shape)})"
+        return f"Probe({', '.join(source for source, _ in self.parts)}, {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         probes = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Probe)]
-        probe, sources = probes[0], {p.source for p in probes}
-        if func is aten.cat.default and len(probes) == len(args[0]):
-            return Joined(probes, *args[1:])
+        parts, recorder = [part for probe in probes for part in probe.parts], probes[0].recorder
+        if func is aten.cat.default and len(probes) == len(parts) == len(args[0]):
+            return Probe(parts, recorder, *args[1:])
         if func is aten.copy_.default and not isinstance(args[0], Probe):
-            probe.recorder.copied(args[0], probe)
+            recorder.copied(args[0], probes[0])
             return args[0]
         if func in _SAME_VALUES:
-            return Probe(probe.meta, probe.source, probe.recorder)
-        if func.is_view and func not in _REINTERPRETS:
-            metas = tree_map_only(Probe, lambda p: p.meta, (args, kwargs))
-            try:
-                out = func(*metas[0], **(metas[1] or {}))
-            except RuntimeError as error:  # a view of what would have been made contiguous
-                raise UnrecordableError(sources, f"its loader calls {func} on it") from error
-            return tree_map_only(
-                torch.Tensor, lambda meta: Probe(meta, probe.source, probe.recorder), out
-            )
-        raise UnrecordableError(sources, f"its loader calls {func} on it")
+            return Probe(parts, recorder, probes[0].axis)
+        fault = UnrecordableError({source for source, _ in parts}, f"its loader calls {func} on it")
+        if len(parts) > 1 or not func.is_view or func in _REINTERPRETS:
+            raise fault
+        ((source, meta),) = parts
+        metas = tree_map_only(Probe, lambda _: meta, (args, kwargs))
+        try:
+            out = func(*metas[0], **(metas[1] or {}))
+        except RuntimeError as error:  # a view of what would have been made contiguous
+            raise fault from error
+        return tree_map_only(torch.Tensor, lambda meta: Probe([(source, meta)], recorder), out)
 
 
-class Joined(torch.Tensor):
-    """Stands for boxes of HF tensors that a loader concatenated; it can be copied as a whole."""
-
-    parts: Sequence[Probe]
-    axis: int
-
-    @staticmethod
-    def __new__(cls: Any, parts: Sequence[Probe], axis: int = 0) -> "Joined":
-        meta = torch.cat([part.meta for part in parts], axis)
-        joined = torch.Tensor._make_wrapper_subclass(
-            cls, meta.size(), dtype=meta.dtype, device=torch.device("cpu")
-        )
-        joined.parts, joined.axis = parts, axis
-        return joined  # type: ignore[no-any-return]
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Joined({self.parts})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        joined = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, Joined))
-        if func in _SAME_VALUES:
-            return Joined(joined.parts, joined.axis)
-        target = args[0]
-        if func is not aten.copy_.default or target is joined or target.shape != joined.shape:
-            sources = {part.source for part in joined.parts}
-            raise UnrecordableError(sources, f"its loader calls {func} on what it is a part of")
-        sizes = [part.shape[joined.axis] for part in joined.parts]
-        for part, target_part in zip(joined.parts, target.split(sizes, joined.axis), strict=True):
-            part.recorder.copied(target_part, part)
-        return target
+Parts = list[tuple[str, torch.Tensor]]
+"""HF tensors, and the boxes of them as views on the meta device."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -149,25 +121,30 @@ class _Recorder(TorchDispatchMode):
         name = self.names.get(target.untyped_storage().data_ptr())
         if name is None or target.shape != probe.shape:
             raise UnrecordableError(
-                {probe.source}, "it is copied to a temporary tensor or broadcast"
+                {source for source, _ in probe.parts},
+                "it is copied to a temporary tensor or broadcast",
             )
-        dst = _region_of(self.parameters[name], target)
-        # offset and strides of the view are those inside of the whole HF tensor
-        meta = probe.meta
-        src = as_region(
-            self.shapes[probe.source], int(meta.storage_offset()), tuple(meta.shape), meta.stride()
-        )
-        if src is None or dst is None or _longer(src) != _longer(dst):
-            raise UnrecordableError(
-                {probe.source}, "it is transposed, strided or reshaped on the way"
-            )
-        self.routes.append(Route(probe.source, src, name, dst))
+        first = 0
+        for source, meta in probe.parts:
+            part = target
+            if len(probe.parts) > 1:
+                part = target.narrow(probe.axis, first, meta.shape[probe.axis])
+                first += meta.shape[probe.axis]
+            dst = _region_of(self.parameters[name], part)
+            # offset and strides of the view are those inside of the whole HF tensor
+            place = int(meta.storage_offset()), tuple(meta.shape), meta.stride()
+            src = as_region(self.shapes[source], *place)
+            if src is None or dst is None or _longer(src) != _longer(dst):
+                raise UnrecordableError(
+                    {source}, "it is transposed, strided or reshaped on the way"
+                )
+            self.routes.append(Route(source, src, name, dst))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Probe | Joined) for leaf in tree_leaves((args, kwargs))):
+        if any(isinstance(leaf, Probe) for leaf in tree_leaves((args, kwargs))):
             return result  # the probe has recorded it
         for written in written_by(func, args, kwargs or {}):
             storage = written.untyped_storage().data_ptr()
@@ -268,7 +245,7 @@ def _probes(
         # Matrices appear as codes: a loader that refuses to cast BF16 down then accepts them, and
         # into BF16 storage they are copied all the same.
         dtype = QUANTIZED.dtypes[0] if len(shape) > 1 else torch.bfloat16
-        yield name, Probe(torch.empty(shape, dtype=dtype, device="meta"), name, recorder)
+        yield name, Probe([(name, torch.empty(shape, dtype=dtype, device="meta"))], recorder)
 
 
 def _region_of(base: torch.Tensor, view: torch.Tensor) -> Region | None:
