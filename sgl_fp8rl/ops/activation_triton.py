@@ -22,8 +22,8 @@ from sgl_fp8rl.ops.activation import (
     check_norm,
     empty_quantized,
 )
-from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_MAX
-from sgl_fp8rl.ops.weight_quant_triton import power_of_two_scale
+from sgl_fp8rl.ops.reference import BLOCK, FP8_MAX
+from sgl_fp8rl.ops.weight_quant_triton import FLOOR, power_of_two_scale
 
 _GROUPS = 8
 """Groups of 128 channels per program, for kernels without a reduction over a row."""
@@ -161,7 +161,6 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 _SIZE = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(FP8_MAX)
 _INVERSE = tl.constexpr(INVERSE_MAX)
-_FLOOR = tl.constexpr(AMAX_FLOOR)
 _DIVISOR = tl.constexpr(LARGEST_DIVISOR)
 
 
@@ -221,7 +220,7 @@ def _store_quantized(
     inside = group < K // _SIZE
     values = y.to(tl.float32)
     magnitude = tl.where(values == values, tl.abs(values), 0.0)
-    amax = tl.maximum(tl.max(magnitude, 1), _FLOOR)
+    amax = tl.maximum(tl.max(magnitude, 1), FLOOR)
     if POWER_OF_TWO:
         scale = power_of_two_scale(amax)
         quotient = values * tl.div_rn(1.0, scale)[:, None]

@@ -116,7 +116,7 @@ def _quantize_rows(
     for start in range(0, cols, COLS):
         inside = is_row[:, None] & (start + col < cols)
         x = cast(tl.load(source + start + col, mask=inside, other=0.0), MODEL)
-        bits = tl.maximum(bits, bits_of(x, False))
+        bits = tl.maximum(bits, bits_of(x))
     top = tl.max(bits, axis=1)
     scale = tl.div_rn(tl.maximum(top.to(tl.float32, bitcast=True), FLOOR), LARGEST)
     tl.store(scales + row * tl.load(descriptor + 9), scale, mask=is_row)

@@ -53,26 +53,8 @@ class CopyDescriptor(NamedTuple):
     """The scales that are made, or copied, are powers of two."""
 
 
-COLUMNS = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "first_tile",
-            "tiles_across",
-            "segment",
-            "source",
-            "target",
-            "scales",
-            "rows",
-            "cols",
-            "source_stride",
-            "target_stride",
-            "scale_stride",
-            "tag",
-        )
-    ]
-)
-
+_NAMES = "first_tile", "tiles_across", *CopyDescriptor._fields[:9], "tag"
+COLUMNS = np.dtype([(name, np.int64) for name in _NAMES])
 """A row of a table, in the order in which the kernel reads it."""
 
 DescriptorTable = NDArray[np.void]

@@ -20,6 +20,7 @@ from sgl_fp8rl.ops.kv_int8_triton import (
     scales_of,
 )
 from sgl_fp8rl.ops.reference import FP8_MAX
+from sgl_fp8rl.ops.weight_quant_triton import INF, bits_of
 
 
 def store_kv(
@@ -69,8 +70,6 @@ def store_kv(
 
 _LARGEST = tl.constexpr(FP8_MAX)
 PADDING = tl.constexpr(PADDING_SLOT)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INF = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -87,16 +86,10 @@ def clipped(quotient: tl.tensor, real: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def bits_of(x: tl.tensor) -> tl.tensor:
-    """The FP32 bits of ``|x|``: integers in the order of magnitudes, Inf and NaN on top."""
-    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
-
-
-@triton.jit
 def magnitude(values: tl.tensor, real: tl.tensor) -> tl.tensor:
     """``bits_of``; 0 where an element is padding or not finite."""
     bits = bits_of(values)
-    return tl.where(real & (bits < _INF), bits, 0)
+    return tl.where(real & (bits < INF), bits, 0)
 
 
 @triton.jit

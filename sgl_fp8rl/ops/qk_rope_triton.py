@@ -21,8 +21,9 @@ from sgl_fp8rl.ops.kv_int8_triton import (
     scales_of,
     to_fp16,
 )
-from sgl_fp8rl.ops.kv_triton import PADDING, bits_of, clipped, count, magnitude, saturate
+from sgl_fp8rl.ops.kv_triton import PADDING, clipped, count, magnitude, saturate
 from sgl_fp8rl.ops.qk_rope import Norms, check
+from sgl_fp8rl.ops.weight_quant_triton import bits_of
 
 # A program handles this many heads of one token, all of q, of K or of V. Neither depends on the
 # batch: serving compiles nothing after the first decode.

@@ -194,8 +194,11 @@ def cast(x: tl.tensor, VALUE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def bits_of(x: tl.tensor, POSITIVE: tl.constexpr, POWER_OF_TWO: tl.constexpr = False) -> tl.tensor:
-    """The FP32 bits of the magnitudes; Inf for what must be a scale and is none."""
+def bits_of(
+    x: tl.tensor, POSITIVE: tl.constexpr = False, POWER_OF_TWO: tl.constexpr = False
+) -> tl.tensor:
+    """The FP32 bits of the magnitudes, as integers in their order, Inf and NaN on top; Inf for what
+    must be a scale and is none."""
     values = x.to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & _MAGNITUDE
     if POSITIVE:
@@ -257,29 +260,6 @@ def _quantize_bf16(
 
 
 @triton.jit
-def _copy_whole(
-    source: tl.tensor,
-    target: tl.tensor,
-    source_stride: tl.tensor,
-    target_stride: tl.tensor,
-    VALUE: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    POSITIVE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-) -> tl.tensor:
-    """Move a whole, aligned tile; returns the FP32 bits of its largest magnitude."""
-    row = tl.arange(0, _SIDE)[:, None].to(tl.int64)
-    col = tl.arange(0, _SIDE)[None, :]
-    x = tl.load(source + row * source_stride + col)
-    x = cast(x, VALUE)
-    top = tl.max(bits_of(x, POSITIVE, POWER_OF_TWO))
-    if QUANTIZE:
-        x = quotient(x, _scale_of(top, POWER_OF_TWO)).to(tl.float8e4nv)
-    tl.store(target + row * target_stride + col, x)
-    return top
-
-
-@triton.jit
 def _copy_ragged(
     source: tl.tensor,
     target: tl.tensor,
@@ -293,7 +273,8 @@ def _copy_ragged(
     POWER_OF_TWO: tl.constexpr,
     STRIPS: tl.constexpr,
 ) -> tl.tensor:
-    """The same of a tile of ``rows`` x ``cols`` anywhere in memory, strip by strip."""
+    """Move a tile of ``rows`` x ``cols`` anywhere in memory, strip by strip; returns the FP32 bits
+    of its largest magnitude."""
     ROWS: tl.constexpr = _SIDE // STRIPS
     strip = tl.arange(0, ROWS)[:, None].to(tl.int64)
     col = tl.arange(0, _SIDE)[None, :]
@@ -363,16 +344,13 @@ def _copy_tiles(
         if QUANTIZE and SOURCE.is_bf16() and MODEL.is_bf16():
             top = _quantize_bf16(source, target, source_stride, target_stride, POWER_OF_TWO, STRIPS)
         else:
-            top = _copy_whole(
-                source,
-                target,
-                source_stride,
-                target_stride,
-                VALUE,
-                QUANTIZE,
-                POSITIVE,
-                POWER_OF_TWO,
-            )
+            row = tl.arange(0, _SIDE)[:, None].to(tl.int64)
+            col = tl.arange(0, _SIDE)[None, :]
+            x = cast(tl.load(source + row * source_stride + col), VALUE)
+            top = tl.max(bits_of(x, POSITIVE, POWER_OF_TWO))
+            if QUANTIZE:
+                x = quotient(x, _scale_of(top, POWER_OF_TWO)).to(tl.float8e4nv)
+            tl.store(target + row * target_stride + col, x)
     else:
         rows = tl.minimum(tl.load(descriptor + 6) - i * _SIDE, _SIDE).to(tl.int32)
         cols = tl.minimum(tl.load(descriptor + 7) - j * _SIDE, _SIDE).to(tl.int32)
