@@ -23,8 +23,10 @@ def expect(
         ValueError: it is not.
     """
     known = dtypes if isinstance(dtypes, tuple) else (dtypes,)
-    fits = x.dim() == len(shape) and all(
-        isinstance(size, str) or size == found for size, found in zip(shape, x.shape, strict=True)
+    # most are compared whole: a call in front of each launch
+    fits = x.shape == shape or (
+        x.dim() == len(shape)
+        and all(isinstance(n, str) or n == m for n, m in zip(shape, x.shape, strict=True))
     )
     if x.dtype not in known or not fits or (dense and x.stride(-1) != 1):
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in known)

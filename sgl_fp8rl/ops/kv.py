@@ -98,20 +98,20 @@ def check_store(
 ) -> None:
     """Raise ValueError if the arguments of ``store_kv`` do not match."""
     expect("K", k_THD, SIXTEEN_BITS, ("tokens", "KV heads", "head dim"))
-    T, H, _ = k_THD.shape
-    expect("V", v_THD, k_THD.dtype, (T, H, "head dim"))
-    scales_HS = cache.token_scales_HS
+    T, H, D = k_THD.shape
+    expect("V", v_THD, k_THD.dtype, (T, H, v_THD.shape[-1]))
+    scales_HS, slots = cache.token_scales_HS, len(cache.k_SHD)
     codes = FP8_DTYPE if scales_HS is None else torch.int8
-    expect("the K cache", cache.k_SHD, codes, ("slots", *k_THD.shape[1:]))
-    expect("the V cache", cache.v_SHD, codes, ("slots", *v_THD.shape[1:]))
+    expect("the K cache", cache.k_SHD, codes, (slots, H, D))
+    expect("the V cache", cache.v_SHD, codes, (slots, H, v_THD.shape[-1]))
     expect("the slots", slots_T, torch.int64, (T,), dense=False)
     expect("the statistics", cache.stats_C, torch.int64, (STATS,))
     if scales_HS is not None:
-        expect("the scales of tokens", scales_HS, torch.int32, (H, len(cache.k_SHD)))
+        expect("the scales of tokens", scales_HS, torch.int32, (H, slots))
         return
-    for name, scale_H in (("K", cache.k_scale_H), ("V", cache.v_scale_H)):
+    for name, scale_H in (("the K scales", cache.k_scale_H), ("the V scales", cache.v_scale_H)):
         assert scale_H is not None
-        expect(f"the {name} scales", scale_H, torch.float32, (H,), dense=False)
+        expect(name, scale_H, torch.float32, (H,), dense=False)
 
 
 def _count(

@@ -224,7 +224,7 @@ def test_control_the_oracle_has_the_least_scale_that_fits() -> None:
     [
         ({"k": torch.zeros(3, 2, 32)}, r"\bK\b.*float32.*bfloat16"),
         ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots.*int32.*int64"),
-        ({"k_cache": torch.zeros(9, 2, 32, dtype=torch.uint8)}, r"K cache.*uint8.*int8 \[slots"),
+        ({"k_cache": torch.zeros(9, 2, 32, dtype=torch.uint8)}, r"K cache.*uint8.*int8 \[9"),
         ({"scales": torch.zeros(2, 9)}, r"scales of tokens.*float32.*int32 \[2, 9\]"),
         ({"scales": torch.zeros(9, 2, dtype=torch.int32)}, r"scales of tokens.*int32 \[2, 9\]"),
         ({"scales": torch.zeros(9, 2, dtype=torch.int32).t()}, "last stride 1"),
