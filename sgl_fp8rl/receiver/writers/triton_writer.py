@@ -28,8 +28,7 @@ from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.receiver.routes.routes import Route, RouteTable
 from sgl_fp8rl.receiver.writers.cut_blocks import CutBlock, at_blocks, in_turn
 from sgl_fp8rl.receiver.writers.shared_memory import Segments, Slot
-from sgl_fp8rl.receiver.writers.torch_writer import clip_route
-from sgl_fp8rl.receiver.writers.weight_writer import UndoLog, WeightWriter, rows_of
+from sgl_fp8rl.receiver.writers.weight_writer import UndoLog, WeightWriter, clip_route, rows_of
 
 
 class TritonWriter(WeightWriter):

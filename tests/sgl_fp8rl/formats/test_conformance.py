@@ -31,7 +31,7 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 from sgl_fp8rl.receiver.routes import route_tracer
 from sgl_fp8rl.receiver.routes.route_tracer import record_routes
 from sgl_fp8rl.receiver.routes.routes import Route, RouteError, RouteTable
-from sgl_fp8rl.receiver.writers.torch_writer import write_tensor
+from sgl_fp8rl.receiver.writers.weight_writer import write_tensor
 from tests.sgl_fp8rl.formats.other_format import OTHER, every_format, sent_format
 from tests.sgl_fp8rl.receiver.toy import Model
 
