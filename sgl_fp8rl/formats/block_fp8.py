@@ -61,10 +61,7 @@ class BlockFP8(WeightFormat):
         return None
 
     def encode(self, weight: torch.Tensor) -> Encoded:
-        try:
-            codes_NK, scale_inv_nk = quantize_weight(weight, power_of_two=self.power_of_two_scales)
-        except ValueError as error:
-            raise ValueError(NOT_FINITE) from error
+        codes_NK, scale_inv_nk = quantize_weight(weight, power_of_two=self.power_of_two_scales)
         if not bool((scale_inv_nk <= LARGEST_SCALE).all()):
             raise ValueError(NOT_FINITE)
         return {"": codes_NK, SCALES: scale_inv_nk}

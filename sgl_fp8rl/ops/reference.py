@@ -9,8 +9,13 @@ Shape suffixes: M tokens, N output features, K input features; n, k = N, K in bl
 (the last block may be ragged). Leading dimensions, such as experts, come before the suffix.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+Weight = tuple[torch.Tensor, torch.Tensor]
+"""Codes ``[E, N, K]`` and scales ``[E, N/128, K/128]``, or ``[E, N, 1]`` for ``channel_linear``."""
 
 BLOCK = 128
 FP8_DTYPE = torch.float8_e4m3fn
@@ -75,10 +80,8 @@ def quantize_weight(
 
     Returns:
         ``codes_NK`` float8_e4m3fn of the same shape, and ``scale_inv_nk`` FP32
-        ``[..., ceil(N/128), ceil(K/128)]``: what a code is multiplied by.
-
-    Raises:
-        ValueError: the weight holds NaN or Inf.
+        ``[..., ceil(N/128), ceil(K/128)]``: what a code is multiplied by. The scale of a block with
+        NaN or Inf is that.
     """
     rows, cols = weight_NK.shape[-2:]
     weight = weight_NK.float()
@@ -87,8 +90,6 @@ def quantize_weight(
     blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     # [..., n, 128, k, 128] -> [..., n, k]
     scale_inv_nk = scale_of(blocks.abs().amax(dim=(-1, -3)), power_of_two=power_of_two)
-    if not torch.isfinite(scale_inv_nk).all():
-        raise ValueError("FP8 quantization met NaN or Inf; check the trainer's weights")
     return encode(weight / _spread(scale_inv_nk, rows, cols)), scale_inv_nk
 
 
@@ -143,3 +144,32 @@ def fp8_linear(
     if bias_N is not None:
         y = y + bias_N.float()
     return y.to(x_MK.dtype)
+
+
+def fp8_experts(
+    x_MH: torch.Tensor,
+    w13: Weight,
+    w2: Weight,
+    topk_weights_MT: torch.Tensor,
+    topk_ids_MT: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    linear: Callable[..., torch.Tensor] = fp8_linear,
+) -> torch.Tensor:
+    """Run gated experts one by one.
+
+    Suffixes: M tokens, H hidden, T experts per token. ``w13`` has the gate rows, then the up rows.
+
+    Returns:
+        FP32 ``[M, H]``: the weighted sum of the experts' results, which have the dtype of ``x_MH``.
+    """
+    out_MH = torch.zeros_like(x_MH, dtype=torch.float32)
+    for expert in topk_ids_MT.unique().tolist():
+        if expert < 0:
+            continue  # the expert lives on another rank
+        tokens, slots = (topk_ids_MT == expert).nonzero(as_tuple=True)
+        gate_up = linear(x_MH[tokens], *(part[expert] for part in w13))
+        gate, up = gate_up.chunk(2, dim=-1)
+        down = linear(activation(gate) * up, *(part[expert] for part in w2))
+        weight = topk_weights_MT[tokens, slots].float().unsqueeze(-1)
+        out_MH.index_add_(0, tokens, down.float() * weight)
+    return out_MH

@@ -183,7 +183,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def check_experts(module: nn.Module, name: str) -> None:
-    """Check that experts are stored, and gated, as ``FP8Experts`` and ``ops.experts`` compute them.
+    """Check that experts are stored, and gated, as ``FP8Experts`` and ``fp8_experts`` compute them.
 
     Raises:
         ValueError: they are not.

@@ -21,8 +21,7 @@ from sgl_fp8rl.formats.padding import Padding, Shard, fit_experts, pad_storage
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.activation import detach
 from sgl_fp8rl.ops.channel import channel_linear
-from sgl_fp8rl.ops.experts import fp8_experts
-from sgl_fp8rl.ops.reference import fp8_linear
+from sgl_fp8rl.ops.reference import fp8_experts, fp8_linear
 
 
 class _ChannelExperts:

@@ -16,8 +16,7 @@ from torch import nn
 
 from sgl_fp8rl.formats import BLOCKS
 from sgl_fp8rl.ops.channel import channel_linear
-from sgl_fp8rl.ops.experts import Weight, fp8_experts
-from sgl_fp8rl.ops.reference import BLOCK, fp8_linear
+from sgl_fp8rl.ops.reference import BLOCK, Weight, fp8_experts, fp8_linear
 from sgl_fp8rl.tools.precision.groups import Group
 from trainer_bridge.fp8.fp8_layers import check_experts
 

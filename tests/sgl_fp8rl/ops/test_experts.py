@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch.nn.functional import silu
 
-from sgl_fp8rl.ops.experts import fp8_experts
-from sgl_fp8rl.ops.reference import quantize_weight
+from sgl_fp8rl.ops.reference import fp8_experts, quantize_weight
 from tests import oracle
 
 TOLERANCE = 0.06

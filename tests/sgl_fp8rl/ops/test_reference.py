@@ -257,8 +257,8 @@ def test_nan_and_inf_are_refused_in_a_weight_and_their_tokens_own(
     x, weight = randn(200, 300), reference.quantize_weight(randn(40, 300))
     sound = reference.fp8_linear(x, *weight, power_of_two=power_of_two)
     x[row, col] = bad
-    with pytest.raises(ValueError, match="NaN or Inf"):
-        reference.quantize_weight(x, power_of_two=power_of_two)
+    _, scales = reference.quantize_weight(x, power_of_two=power_of_two)
+    assert (~scales.isfinite()).nonzero().tolist() == [[row // 128, col // 128]]
     y = reference.fp8_linear(x, *weight, power_of_two=power_of_two)
     others = torch.arange(len(x)) != row
     assert y[row].isnan().all()
