@@ -264,14 +264,11 @@ class Relay:
 
     def _made(self, message: dict[str, Any]) -> HostMemory:
         name, size = message.get("name"), message.get("bytes")
-        if not isinstance(name, str) or type(size) is not int:
+        most = self._memories.most_bytes
+        if not isinstance(name, str) or type(size) is not int or not 0 < size <= most:
             raise ValueError(
-                f"a bucket is {excerpt(size)} bytes; install the same sgl-fp8rl on both sides"
-            )
-        if not 0 < size <= self._memories.most_bytes:
-            raise ValueError(
-                f"a bucket is {size} bytes, but the engine's is {self._memories.most_bytes}; "
-                f"install the same sgl-fp8rl on both sides"
+                f"a bucket is {excerpt(size)} bytes, but the engine's is {most}; install the same "
+                f"sgl-fp8rl on both sides"
             )
         return self._memories.make(name, size)
 
