@@ -6,7 +6,6 @@ scheduler; ``update_steps.py`` drives it. Only a committed version generates.
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -179,7 +178,8 @@ class EngineWeights:
             except RouteError as error:
                 raise ManifestError(str(error)) from error
         self.table.match(manifest, kv_scales)
-        writer = writer_for(self.table, manifest, self.dtype, self.device, kv_scales)
+        kind = writer_on(self.device)
+        writer = kind(self.table, manifest, self.dtype, self.device, kv_scales)
         self._writers[manifest.fingerprint] = writer
         while len(self._writers) > WRITERS_KEPT:
             self._writers.popitem(last=False)
@@ -287,16 +287,10 @@ def _in_order(module: nn.Module) -> list[int]:
     return found
 
 
-def writer_for(
-    table: RouteTable,
-    manifest: Manifest,
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_scales: Collection[str] = (),
-) -> WeightWriter:
-    """The writer for the device that the weights are on."""
-    if device.type == "cuda":
-        from sgl_fp8rl.receiver.writers.triton_writer import TritonWriter
+def writer_on(device: torch.device) -> type[WeightWriter]:
+    """The writer of weights that are on this device."""
+    if device.type != "cuda":
+        return WeightWriter
+    from sgl_fp8rl.receiver.writers.triton_writer import TritonWriter
 
-        return TritonWriter(table, manifest, dtype, device, kv_scales)
-    return WeightWriter(table, manifest, dtype, kv_scales)
+    return TritonWriter

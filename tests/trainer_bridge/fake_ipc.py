@@ -137,7 +137,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     patch.setattr(triton_writer, "gpu_uuid", lambda device: GPU)
     patch.setattr(triton_writer, "joined_memory", interpreter.joined_memory)
     patch.setattr(torch.cuda, "Event", FakeEvent)
-    patch.setattr(engine_weights, "writer_for", TritonWriter)
+    patch.setattr(engine_weights, "writer_on", lambda device: TritonWriter)
     return memories, interpreter
 
 

@@ -42,7 +42,7 @@ class TritonWriter(WeightWriter):
         device: torch.device,
         kv_scales: Collection[str] = (),
     ) -> None:
-        super().__init__(table, manifest, dtype, kv_scales, device)
+        super().__init__(table, manifest, dtype, device, kv_scales)
         self._names = list(manifest.tensors)
         self._tags = {name: tag for tag, name in enumerate(self._names)}
         self._status = Status(device)

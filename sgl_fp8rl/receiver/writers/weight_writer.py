@@ -17,7 +17,6 @@ from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver.routes.routes import Route, RouteTable
 from sgl_fp8rl.receiver.writers.shared_memory import Segments, SharedMemory, Slot
 
-CPU = torch.device("cpu")
 UndoLog = list[tuple[int, torch.Tensor]]
 """Chunks that change and, for each, the delta in host memory that goes back; in their order."""
 
@@ -26,8 +25,8 @@ class WeightWriter:
     """The chunks of a manifest, written slice by slice in plain torch.
 
     Args:
-        kv_scales: names that no route leads to, since they are KV scales.
         device: where weights are stored.
+        kv_scales: names that no route leads to, since they are KV scales.
 
     Raises:
         ManifestError: the manifest cannot be cut into chunks.
@@ -38,8 +37,8 @@ class WeightWriter:
         table: RouteTable,
         manifest: Manifest,
         dtype: torch.dtype,
+        device: torch.device,
         kv_scales: Collection[str] = (),
-        device: torch.device = CPU,
     ) -> None:
         self.table = table
         self.manifest = manifest

@@ -306,7 +306,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
     monkeypatch.setattr(triton_writer, "gpu_uuid", lambda device: GPUS[1])
     monkeypatch.setattr(triton_writer, "joined_memory", interpreter.joined_memory)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(engine_weights, "writer_for", TritonWriter)
+    monkeypatch.setattr(engine_weights, "writer_on", lambda device: TritonWriter)
     return interpreter
 
 

@@ -299,7 +299,7 @@ def test_scales_of_a_kv_cache_are_kept_on_the_gpu() -> None:
     session = toy.begin(weights, sent, 0, SMALL)
     writer, on_gpu = session.writer, torch.device("meta")
     session.writer = WeightWriter(
-        writer.table, writer.manifest, writer.dtype, writer.kv_scales, on_gpu
+        writer.table, writer.manifest, writer.dtype, on_gpu, writer.kv_scales
     )
     toy.write(session, sent)
     assert session.writer.deferred[KV_SCALES].is_meta
