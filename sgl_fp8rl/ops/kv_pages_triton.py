@@ -25,10 +25,8 @@ def dequantize_pages(
     heads = len(pages_P) * size * H
     width = triton.next_power_of_2(max(D_K, D_V))
     rows = rows_of(heads, width)
-    is_int8 = codes.token_scales_HS is not None
     scales = scales_of(codes)
-    # E4M3 has the same of each slot
-    at_scale = scales[0].stride() if is_int8 else (scales[0].stride(0), 0)
+    at_scale = (*scales[0].stride(), 0)  # E4M3 has the same scale at each slot
     if heads:
         with torch.cuda.device_of(k_WHD):  # a kernel starts on the current device
             _dequantize_rows[(triton.cdiv(heads, rows), 2)](
@@ -42,7 +40,6 @@ def dequantize_pages(
                 HEADS=H,
                 D_K=D_K,
                 D_V=D_V,
-                INT8=is_int8,
                 COLS=width,
                 ROWS=rows,
                 num_warps=4,
@@ -58,12 +55,12 @@ def _dequantize_side(
     SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    INT8: tl.constexpr,
     IS_V: tl.constexpr,
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     codes, k_scales, v_scales, out = memory
+    INT8: tl.constexpr = codes.dtype.element_ty == tl.int8
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     inside = row < rows
@@ -101,15 +98,12 @@ def _dequantize_rows(
     HEADS: tl.constexpr,
     D_K: tl.constexpr,
     D_V: tl.constexpr,
-    INT8: tl.constexpr,
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """One program takes ``ROWS`` heads of one side, ordered by token, then head."""
     rows = count.to(tl.int64) * SIZE * HEADS
     if tl.program_id(1) == 0:
-        _dequantize_side(
-            k_memory, k_strides, pages, rows, SIZE, HEADS, D_K, INT8, False, COLS, ROWS
-        )
+        _dequantize_side(k_memory, k_strides, pages, rows, SIZE, HEADS, D_K, False, COLS, ROWS)
     else:
-        _dequantize_side(v_memory, v_strides, pages, rows, SIZE, HEADS, D_V, INT8, True, COLS, ROWS)
+        _dequantize_side(v_memory, v_strides, pages, rows, SIZE, HEADS, D_V, True, COLS, ROWS)

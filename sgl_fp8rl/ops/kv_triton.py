@@ -35,8 +35,7 @@ def store_kv(
     check_store(k_THD, v_THD, slots_T, cache)
     T, H, D_K = k_THD.shape
     D_V = v_THD.shape[2]
-    is_int8 = cache.token_scales_HS is not None
-    dtype = torch.float16 if is_int8 else k_THD.dtype
+    dtype = k_THD.dtype if cache.token_scales_HS is None else torch.float16
     # Without read_back these are never written to.
     k_back, v_back = (
         (x_THD.new_empty(x_THD.shape, dtype=dtype) if read_back else x_THD)
@@ -58,7 +57,6 @@ def store_kv(
                 HEADS=H,
                 D_K=D_K,
                 D_V=D_V,
-                INT8=is_int8,
                 LOG_BLOCK=log_block(D_K),
                 COLS=width,
                 ROWS=rows,
@@ -123,7 +121,6 @@ def _store_side(
     SIDE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    INT8: tl.constexpr,
     LOG_BLOCK: tl.constexpr,
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -131,6 +128,7 @@ def _store_side(
 ) -> None:
     """Store ``ROWS`` heads of K (side 0) or of V (side 1), ordered by token, then head."""
     x, cache, scales, back = memory
+    INT8: tl.constexpr = cache.dtype.element_ty == tl.int8
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     inside = row < rows
@@ -184,7 +182,6 @@ def _store_rows(
     HEADS: tl.constexpr,
     D_K: tl.constexpr,
     D_V: tl.constexpr,
-    INT8: tl.constexpr,
     LOG_BLOCK: tl.constexpr,
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -193,33 +190,9 @@ def _store_rows(
     """One program stores ``ROWS`` heads of one side."""
     if tl.program_id(1) == 0:
         _store_side(
-            k_memory,
-            k_strides,
-            slots,
-            stats,
-            rows,
-            0,
-            HEADS,
-            D_K,
-            INT8,
-            LOG_BLOCK,
-            COLS,
-            ROWS,
-            READ_BACK,
+            k_memory, k_strides, slots, stats, rows, 0, HEADS, D_K, LOG_BLOCK, COLS, ROWS, READ_BACK
         )
     else:
         _store_side(
-            v_memory,
-            v_strides,
-            slots,
-            stats,
-            rows,
-            1,
-            HEADS,
-            D_V,
-            INT8,
-            LOG_BLOCK,
-            COLS,
-            ROWS,
-            READ_BACK,
+            v_memory, v_strides, slots, stats, rows, 1, HEADS, D_V, LOG_BLOCK, COLS, ROWS, READ_BACK
         )
