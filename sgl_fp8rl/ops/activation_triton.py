@@ -149,12 +149,12 @@ def _options(device: torch.device, warps: int) -> dict[str, Any]:
     SGLang's kernels, and waits for it before it reads anything.
     """
     overlap = not _INTERPRETED and _capability(device)[0] >= 9
-    options = {"num_warps": warps, "OVERLAP": overlap, "INTERPRETED": _INTERPRETED}
+    options = {"num_warps": warps, "OVERLAP": overlap}
     # No fused multiply-add: products are rounded where SGLang rounds them.
     return options | {"enable_fp_fusion": False} | ({"launch_pdl": True} if overlap else {})
 
 
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
@@ -165,8 +165,8 @@ _DIVISOR = tl.constexpr(LARGEST_DIVISOR)
 
 
 @triton.jit
-def _reciprocal(x: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    if INTERPRETED:
+def _reciprocal(x: tl.tensor) -> tl.tensor:
+    if _INTERPRETED:
         return tl.where(x > _DIVISOR, 0.0, tl.div_rn(1.0, x))
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -174,9 +174,9 @@ def _reciprocal(x: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _exp_of_negative(x: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
+def _exp_of_negative(x: tl.tensor) -> tl.tensor:
     """exp(-x) as 2 to the power of -x * log2(e), like ``__expf``."""
-    if INTERPRETED:
+    if _INTERPRETED:
         return tl.exp(-x)
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;",
@@ -214,7 +214,6 @@ def _store_quantized(
     group_stride: tl.tensor,
     K: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ) -> None:
     """Quantize ``y`` [groups, 128], BF16 values of one row, and store codes and scales."""
     inside = group < K // _SIZE
@@ -226,7 +225,7 @@ def _store_quantized(
         quotient = values * tl.div_rn(1.0, scale)[:, None]
     else:
         scale = amax * _INVERSE
-        quotient = values * (_reciprocal(amax, INTERPRETED) * _LARGEST)[:, None]
+        quotient = values * (_reciprocal(amax) * _LARGEST)[:, None]
     # One clamp, also for NaN: rounding undoes everything below -448.
     quotient = tl.where(quotient < _LARGEST, quotient, _LARGEST)
     col = group[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
@@ -252,7 +251,6 @@ def _some_groups(
     SILU: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     OVERLAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ) -> None:
     """One program quantizes ``GROUPS`` groups of one row; with ``SILU`` x is gate and up."""
     row = (tl.program_id(0) // TILES).to(tl.int64)
@@ -268,13 +266,11 @@ def _some_groups(
         gdc_launch_dependents()
     if SILU:
         gate = values.to(tl.float32)
-        sigmoid = _reciprocal(1.0 + _exp_of_negative(gate, INTERPRETED), INTERPRETED)
+        sigmoid = _reciprocal(1.0 + _exp_of_negative(gate))
         values = (gate * sigmoid * up).to(tl.bfloat16)
         if y is not None:
             tl.store(y + row * LENGTH + col, values, mask=inside)
-    _store_quantized(
-        values, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO, INTERPRETED
-    )
+    _store_quantized(values, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO)
 
 
 @triton.jit(do_not_specialize=["group_stride"])
@@ -298,7 +294,6 @@ def _norm_rows(
     ADD: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     OVERLAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ) -> None:
     """One program normalizes one row, which it keeps in registers."""
     row = tl.program_id(0).to(tl.int64)
@@ -319,5 +314,5 @@ def _norm_rows(
     product = (h * tl.rsqrt(mean + eps) * gain).to(tl.bfloat16)
     tl.store(y + row * y_stride + col, product, mask=inside)
     _store_quantized(
-        product, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO, INTERPRETED
+        product, codes, scales, row, group, token_stride, group_stride, K, POWER_OF_TWO
     )

@@ -28,9 +28,9 @@ from sgl_fp8rl.ops.weight_quant_triton import (
     quotient,
 )
 
-ROWS = 4
+_ROWS = tl.constexpr(4)
 """Of a program."""
-COLS = 1024
+_COLS = tl.constexpr(1024)
 """Of a row that a program reads at once."""
 _CODES = {torch.float8_e4m3fn: tl.float8e4nv, torch.int8: tl.int8}
 _FIELDS = tl.constexpr(13)
@@ -52,14 +52,14 @@ def compile_rows(
         kinds[each.source_dtype, each.target_dtype, _is_aligned(each)].append(each)
     launches = []
     for (source, target, aligned), same in kinds.items():
-        programs = np.array([-(-each.rows // ROWS) for each in same])
+        programs = np.array([-(-each.rows // _ROWS.value) for each in same])
         first = (np.cumsum(programs) - programs).tolist()
         table = [
             (start, *each[:9], each.tag, *(each.kept or ()))
             for start, each in zip(first, same, strict=True)
         ]
         dtypes = DTYPES[source], _CODES[target], DTYPES[dtype]
-        kind = *dtypes, aligned, LARGEST[target], ROWS, COLS
+        kind = *dtypes, aligned, LARGEST[target]
         launches.append(launch_of(_quantize_rows, np.array(table), programs, kind, device))
     return launches
 
@@ -83,10 +83,8 @@ def _quantize_rows(
     MODEL: tl.constexpr,
     ALIGNED: tl.constexpr,
     LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
 ) -> None:
-    """One program quantizes ``ROWS`` rows. ``bases`` is read where ``base`` is 0."""
+    """One program quantizes ``_ROWS`` rows. ``bases`` is read where ``base`` is 0."""
     program = tl.program_id(0)
     descriptor = table + tl.load(program_descriptor + program).to(tl.int64) * _FIELDS
     source = tl.load(bases + tl.load(descriptor + 1), mask=base == 0, other=base)
@@ -107,20 +105,20 @@ def _quantize_rows(
         cols = tl.multiple_of(cols, 16)
         first = tl.multiple_of(first, 16)
         last = tl.multiple_of(last, 16)
-    row = (program - tl.load(descriptor)) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    row = (program - tl.load(descriptor)) * _ROWS + tl.arange(0, _ROWS).to(tl.int64)
     is_row = row < rows
-    col = tl.arange(0, COLS)[None, :]
+    col = tl.arange(0, _COLS)[None, :]
     source += row[:, None] * source_stride
     target += row[:, None] * target_stride
-    bits = tl.zeros((ROWS, COLS), tl.int32)
-    for start in range(0, cols, COLS):
+    bits = tl.zeros((_ROWS, _COLS), tl.int32)
+    for start in range(0, cols, _COLS):
         inside = is_row[:, None] & (start + col < cols)
         x = cast(tl.load(source + start + col, mask=inside, other=0.0), MODEL)
         bits = tl.maximum(bits, bits_of(x))
     top = tl.max(bits, axis=1)
     scale = tl.div_rn(tl.maximum(top.to(tl.float32, bitcast=True), FLOOR), LARGEST)
     tl.store(scales + row * tl.load(descriptor + 9), scale, mask=is_row)
-    for start in range(first, last, COLS):
+    for start in range(first, last, _COLS):
         inside = is_row[:, None] & (start + col < last)
         x = cast(tl.load(source + start + col, mask=inside, other=0.0), MODEL)
         exact = quotient(x, scale[:, None])

@@ -27,7 +27,7 @@ _NOT_FINITE = {
 """The bits of the least magnitude of each dtype that is Inf or NaN."""
 _NO_SCALE = int(np.float32(LARGEST_SCALE).view(np.int32)) + 1
 """Those of the least number that is too large for a scale."""
-_COLUMNS = 10
+_COLUMNS = tl.constexpr(10)
 """Of the table of boxes; ``_scatter`` reads them in order."""
 _WARPS = 8
 
@@ -44,7 +44,7 @@ class Scatter:
         self, descriptors: Iterable[CopyDescriptor], size: int, device: torch.device | str
     ) -> None:
         rows = sorted(map(_row, descriptors))
-        table = np.array(rows, np.int64).reshape(-1, _COLUMNS)
+        table = np.array(rows, np.int64).reshape(-1, _COLUMNS.value)
         stops = table[:, 0] + (table[:, 1] - 1) * table[:, 2] + table[:, 3]
         self._size = size
         self._table = torch.from_numpy(table).to(device)
@@ -92,9 +92,7 @@ class ScatteredDelta(NamedTuple):
                 records.starts,
                 records.count,
                 status.words,
-                _COLUMNS,
                 checks,
-                RECORDS,
                 num_warps=_WARPS,
             )
         status.started += records.programs
@@ -128,17 +126,15 @@ def _scatter(
     starts: tl.tensor,
     records: tl.int64,
     status: tl.tensor,
-    COLUMNS: tl.constexpr,
     CHECKS: tl.constexpr,
-    RECORDS: tl.constexpr,
 ) -> None:
     """One program exchanges the bytes of ``RECORDS`` records, or checks the elements that have them
     (which is another launch: the bytes of one element may be those of two programs)."""
-    record, inside, at = places(distances, starts, records, RECORDS)
+    record, inside, at = places(distances, starts, records)
     program = tl.program_id(0)
     value = tl.load(values + record, mask=inside, other=0)
     for number in range(tl.load(first + program), tl.load(stop + program)):
-        box = table + number * COLUMNS
+        box = table + number * _COLUMNS
         byte = at - tl.load(box)
         step = tl.load(box + 2)
         row = byte // step

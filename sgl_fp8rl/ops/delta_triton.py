@@ -19,15 +19,15 @@ from sgl_fp8rl.ops.delta import (
     records_of,
 )
 
-_UNITS = 1024
+_UNITS = tl.constexpr(1024)
 """Units of 16 bytes, which a thread reads at once, that a program compares. So many bytes have one
 record at a regular distance, or none, and the record before lies at most ``_BACK`` blocks back."""
-_BYTES = ACCESS * _UNITS
+_BYTES = ACCESS * _UNITS.value
 _BACK = 8
-_CHANGES = 128
+_CHANGES = tl.constexpr(128)
 """Units that a program makes into records at a time."""
 WARPS = 4
-RECORDS = 2048
+RECORDS = tl.constexpr(2048)
 """That a program applies; their distances sum up to less than 2**31."""
 assert MOST_DISTANCE // _BYTES + 1 <= _BACK and _BYTES < MOST_DISTANCE
 
@@ -44,7 +44,7 @@ class Comparison:
     def __init__(self, old: torch.Tensor, new: torch.Tensor) -> None:
         self._new, self._size = new, new.numel()
         self._blocks = blocks = triton.cdiv(self._size, _BYTES)
-        self._changes = torch.empty(blocks * _UNITS, dtype=torch.int32, device=new.device)
+        self._changes = torch.empty(blocks * _UNITS.value, dtype=torch.int32, device=new.device)
         self._found = torch.empty((4, blocks), dtype=torch.int64, device=new.device)
         if blocks:
             with torch.cuda.device_of(new):  # a kernel starts on the current device
@@ -55,7 +55,6 @@ class Comparison:
                     self._found,
                     self._size,
                     blocks,
-                    _UNITS,
                     num_warps=WARPS,
                 )
         self._totals = _HostCopy(self._found[:2].sum(1))
@@ -78,8 +77,6 @@ class Comparison:
                     delta[: 2 * records].view(torch.int16),
                     delta[2 * records :],
                     self._blocks,
-                    _UNITS,
-                    _CHANGES,
                     num_warps=WARPS,
                 )
         self._delta = _HostCopy(delta)
@@ -100,14 +97,14 @@ class Records:
     def __init__(self, delta: torch.Tensor, size: int) -> None:
         self.count = count = records_of(delta, size)
         """R."""
-        self.programs = programs = triton.cdiv(count, RECORDS)
+        self.programs = programs = triton.cdiv(count, RECORDS.value)
         self.distances = delta[: 2 * count].view(torch.int16)
         self.values = delta[2 * count :]
         self._size = size
         self._sums = sums = torch.empty((2, programs), dtype=torch.int64, device=delta.device)
         if count:
             with torch.cuda.device_of(delta):  # a kernel starts on the current device
-                _sum[(programs,)](self.distances, sums, count, programs, RECORDS, num_warps=WARPS)
+                _sum[(programs,)](self.distances, sums, count, programs, num_warps=WARPS)
         self.ends = sums[0].cumsum(0)
         """int64 ``[programs]``, the byte behind the last record of each program."""
         self.starts = self.ends - sums[0]
@@ -137,7 +134,6 @@ def apply(content: torch.Tensor, delta: torch.Tensor) -> None:
                 records.values,
                 records.starts,
                 records.count,
-                RECORDS,
                 num_warps=WARPS,
             )
 
@@ -194,18 +190,17 @@ def _compare(
     found: tl.tensor,
     size: tl.int64,
     blocks: tl.int64,
-    UNITS: tl.constexpr,
 ) -> None:
-    """One program compares ``UNITS`` units. It writes the number of each that has a record and, in
+    """One program compares ``_UNITS`` units. It writes the number of each that has a record and, in
     the lower 16 bits, of which of its bytes; and of the block: words that changed, records, units
     that have any, and the last byte that has one, or -1."""
     block = tl.program_id(0).to(tl.int64)
-    first = block * (UNITS * _UNIT)
-    unit = tl.arange(0, UNITS)
+    first = block * (_UNITS * _UNIT)
+    unit = tl.arange(0, _UNITS)
     word = 2 * unit[:, None] + tl.arange(0, 2)[None, :]
     before = (old + first).to(tl.pointer_type(tl.int64))
     after = (new + first).to(tl.pointer_type(tl.int64))
-    if first + UNITS * _UNIT <= size:
+    if first + _UNITS * _UNIT <= size:
         differ = tl.load(before + word) ^ tl.load(after + word)
         changed = tl.sum((differ != 0).to(tl.int32))
     else:
@@ -222,14 +217,14 @@ def _compare(
     lowest = ((((differ & _LOWER) + _LOWER) | differ) >> 7) & _LOWEST
     low, high = tl.split(((lowest * _TO_TOP) >> 56).to(tl.int32) & 0xFF)
     mask = low | (high << 8)
-    regular = tl.minimum(first + UNITS * _UNIT, size) // _REGULAR * _REGULAR - 1 - first
+    regular = tl.minimum(first + _UNITS * _UNIT, size) // _REGULAR * _REGULAR - 1 - first
     if regular >= 0:
         at = regular.to(tl.int32)
         mask |= tl.where(unit == at // _UNIT, 1 << (at % _UNIT), 0)
     has_record = mask != 0
     change = (unit << 16) | mask
     place = tl.cumsum(has_record.to(tl.int32), 0) - 1
-    tl.store(changes + block * UNITS + place, change, mask=has_record)
+    tl.store(changes + block * _UNITS + place, change, mask=has_record)
     last = tl.max(tl.where(has_record, change, -1))
     tl.store(found + block, changed.to(tl.int64))
     tl.store(found + blocks + block, tl.sum(_bits(mask)).to(tl.int64))
@@ -246,8 +241,6 @@ def _encode(
     distances: tl.tensor,
     values: tl.tensor,
     blocks: tl.int64,
-    UNITS: tl.constexpr,
-    CHANGES: tl.constexpr,
 ) -> None:
     """One program writes the records of a block.
 
@@ -255,15 +248,15 @@ def _encode(
         ends: of each block, how many records it and those before it have.
     """
     block = tl.program_id(0).to(tl.int64)
-    first = block * (UNITS * _UNIT)
+    first = block * (_UNITS * _UNIT)
     count = tl.load(found + 2 * blocks + block).to(tl.int32)
     record = tl.load(ends + block) - tl.load(found + blocks + block)
     back = block - 1 - tl.arange(0, _LOOK_BACK)
     last = tl.max(tl.load(found + 3 * blocks + back, mask=back >= 0, other=-1))
-    for start in range(0, count, CHANGES):
-        number = start + tl.arange(0, CHANGES)
+    for start in range(0, count, _CHANGES):
+        number = start + tl.arange(0, _CHANGES)
         inside = number < count
-        mine = changes + block * UNITS + number
+        mine = changes + block * _UNITS + number
         change = tl.load(mine, mask=inside, other=0)
         before = tl.load(mine - 1, mask=inside & (number > 0), other=0)
         previous = tl.where(number > 0, first + _last_byte(before), last)
@@ -281,7 +274,7 @@ def _encode(
 
 
 @triton.jit
-def _distances_of(distances: tl.tensor, records: tl.int64, RECORDS: tl.constexpr) -> tl.tuple:
+def _distances_of(distances: tl.tensor, records: tl.int64) -> tl.tuple:
     """This program, the numbers of its records, which of them there are, and their distances."""
     program = tl.program_id(0).to(tl.int64)
     record = program * RECORDS + tl.arange(0, RECORDS)
@@ -296,21 +289,18 @@ def _sum(
     sums: tl.tensor,
     records: tl.int64,
     programs: tl.int64,
-    RECORDS: tl.constexpr,
 ) -> None:
     """One program sums up the distances of ``RECORDS`` records, and counts those that are 0."""
-    program, _, inside, distance = _distances_of(distances, records, RECORDS)
+    program, _, inside, distance = _distances_of(distances, records)
     tl.store(sums + program, tl.sum(distance).to(tl.int64))
     zeros = tl.sum((inside & (distance == 0)).to(tl.int32))
     tl.store(sums + programs + program, zeros.to(tl.int64))
 
 
 @triton.jit
-def places(
-    distances: tl.tensor, starts: tl.tensor, records: tl.int64, RECORDS: tl.constexpr
-) -> tl.tuple:
+def places(distances: tl.tensor, starts: tl.tensor, records: tl.int64) -> tl.tuple:
     """The records of this program: their numbers, which of them there are, and their bytes."""
-    program, record, inside, distance = _distances_of(distances, records, RECORDS)
+    program, record, inside, distance = _distances_of(distances, records)
     return record, inside, tl.load(starts + program) - 1 + tl.cumsum(distance, 0).to(tl.int64)
 
 
@@ -321,10 +311,9 @@ def _apply(
     values: tl.tensor,
     starts: tl.tensor,
     records: tl.int64,
-    RECORDS: tl.constexpr,
 ) -> None:
     """One program exchanges the bytes of ``RECORDS`` records."""
-    record, inside, at = places(distances, starts, records, RECORDS)
+    record, inside, at = places(distances, starts, records)
     value = tl.load(values + record, mask=inside, other=0)
     tl.store(values + record, tl.load(content + at, mask=inside, other=0), mask=inside)
     tl.store(content + at, value, mask=inside)

@@ -12,7 +12,7 @@ from sgl_fp8rl.ops.activation import Quantized, empty_quantized
 from sgl_fp8rl.ops.expert_rows import Places, SortedRows, check_sort
 from sgl_fp8rl.ops.reference import BLOCK
 
-_PLACES = 4
+_PLACES = tl.constexpr(4)
 """Places per program: enough bytes in flight, and a divisor of 128."""
 _WARPS = 4
 
@@ -26,7 +26,7 @@ def sort_rows(tokens: Quantized, places: Places, T: int) -> SortedRows:
     expert_P = places.expert_B.new_empty(P)
     place_R = places.row_P.new_empty(M * T)
     with torch.cuda.device_of(codes_MK):  # a kernel starts on the current device
-        _sort_rows[(P // _PLACES,)](
+        _sort_rows[(P // _PLACES.value,)](
             codes_MK.view(torch.uint8),
             scales_Mk,
             rows.codes_MK.view(torch.uint8),
@@ -40,7 +40,6 @@ def sort_rows(tokens: Quantized, places: Places, T: int) -> SortedRows:
             K=K,
             WIDTH=triton.next_power_of_2(K),
             GROUPS=triton.next_power_of_2(K // BLOCK),
-            PLACES=_PLACES,
             num_warps=_WARPS,
         )
     return SortedRows(rows, expert_P, place_R)
@@ -91,15 +90,14 @@ def _sort_rows(
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
-    PLACES: tl.constexpr,
 ) -> None:
-    """One program fills ``PLACES`` places, all in use or none."""
-    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
-    if tl.program_id(0) * PLACES >= tl.load(used):
-        tl.store(expert_of_place + place, tl.full((PLACES,), -1, tl.int32))
+    """One program fills ``_PLACES`` places, all in use or none."""
+    place = tl.program_id(0) * _PLACES + tl.arange(0, _PLACES)
+    if tl.program_id(0) * _PLACES >= tl.load(used):
+        tl.store(expert_of_place + place, tl.full((_PLACES,), -1, tl.int32))
     else:
-        expert = tl.load(expert_of_block + tl.program_id(0) * PLACES // _SIZE)
-        tl.store(expert_of_place + place, tl.zeros((PLACES,), tl.int32) + expert)
+        expert = tl.load(expert_of_block + tl.program_id(0) * _PLACES // _SIZE)
+        tl.store(expert_of_place + place, tl.zeros((_PLACES,), tl.int32) + expert)
         row = tl.load(row_of_place + place)
         is_row = row < R
         tl.store(place_of_row + row, tl.where(expert >= 0, place, -1), mask=is_row)

@@ -24,7 +24,6 @@ from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, CARRY, EXPONENT, FP8_MAX,
 _NO_TAG = 2**63 - 1
 # No fusion: the compiler must not make FMAs of its own in a division.
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-_STRIPS = 8
 DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -141,13 +140,14 @@ def compile_descriptors(
     launches = []
     for group in group_descriptors(descriptors):
         dtypes = (DTYPES[each] for each in (group.source_dtype, group.target_dtype, dtype))
-        kind = *dtypes, group.positive, group.power_of_two, group.full, _STRIPS
+        kind = *dtypes, group.positive, group.power_of_two, group.full
         table = group.table.view(np.int64)
         launches.append(launch_of(_copy_tiles, table, group.tiles, kind, device))
     return launches
 
 
 _SIDE = tl.constexpr(BLOCK)
+_STRIPS = tl.constexpr(8)
 _LARGEST = tl.constexpr(FP8_MAX)
 FLOOR = tl.constexpr(AMAX_FLOOR)
 _FIELDS = tl.constexpr(COLUMNS.itemsize // 8)
@@ -228,31 +228,30 @@ def _quantize_bf16(
     source_stride: tl.tensor,
     target_stride: tl.tensor,
     POWER_OF_TWO: tl.constexpr,
-    STRIPS: tl.constexpr,
 ) -> tl.tensor:
     """Quantize a whole, aligned BF16 tile; returns the FP32 bits of its largest magnitude.
 
     All is loaded before anything is used. It waits as words of two BF16, which are unpacked strip
     by strip: with 64 registers a thread, four tiles are in flight on a multiprocessor.
     """
-    ROWS: tl.constexpr = _SIDE // STRIPS
+    ROWS: tl.constexpr = _SIDE // _STRIPS
     row = tl.arange(0, ROWS)[:, None].to(tl.int64)
     col = tl.arange(0, _SIDE)[None, :]
     word = tl.arange(0, _SIDE // 2)[None, :]
     source = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
     source_stride = tl.multiple_of(source_stride // 2, 4)
     strips: tl.tuple = ()
-    for k in tl.static_range(STRIPS):
+    for k in tl.static_range(_STRIPS):
         strip = tl.load(source + k * ROWS * source_stride + (row * source_stride + word))
         strips = strips + (strip,)  # noqa: RUF005
     low = strips[0] & 0x7FFF
     high = strips[0] & _MAGNITUDE
-    for k in tl.static_range(1, STRIPS):
+    for k in tl.static_range(1, _STRIPS):
         low = tl.maximum(low, strips[k] & 0x7FFF)
         high = tl.maximum(high, strips[k] & _MAGNITUDE)
     top = tl.max(tl.maximum(low << 16, high & 0x7FFF0000))
     scale = _scale_of(top, POWER_OF_TWO)
-    for k in tl.static_range(STRIPS):
+    for k in tl.static_range(_STRIPS):
         pairs = tl.join(strips[k] << 16, strips[k] & -0x10000).to(tl.float32, bitcast=True)
         codes = tl.reshape(divide(pairs, scale).to(tl.float8e4nv), (ROWS, _SIDE))
         tl.store(target + k * ROWS * target_stride + (row * target_stride + col), codes)
@@ -268,14 +267,13 @@ def _copy_ragged(
     rows: tl.tensor,
     cols: tl.tensor,
     VALUE: tl.constexpr,
-    QUANTIZE: tl.constexpr,
     POSITIVE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    STRIPS: tl.constexpr,
 ) -> tl.tensor:
     """Move a tile of ``rows`` x ``cols`` anywhere in memory, strip by strip; returns the FP32 bits
     of its largest magnitude."""
-    ROWS: tl.constexpr = _SIDE // STRIPS
+    ROWS: tl.constexpr = _SIDE // _STRIPS
+    QUANTIZE: tl.constexpr = target.dtype.element_ty.is_fp8() and not VALUE.is_fp8()
     strip = tl.arange(0, ROWS)[:, None].to(tl.int64)
     col = tl.arange(0, _SIDE)[None, :]
     bits = tl.zeros((ROWS, _SIDE), tl.int32)
@@ -313,7 +311,6 @@ def _copy_tiles(
     POSITIVE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     FULL: tl.constexpr,
-    STRIPS: tl.constexpr,
 ) -> None:
     """One program moves one 128x128 tile. ``bases`` is read where ``base`` is 0."""
     SOURCE_SIZE: tl.constexpr = SOURCE.primitive_bitwidth // 8
@@ -342,7 +339,7 @@ def _copy_tiles(
         source_stride = tl.multiple_of(source_stride, 16 // SOURCE_SIZE)
         target_stride = tl.multiple_of(target_stride, 16 // TARGET_SIZE)
         if QUANTIZE and SOURCE.is_bf16() and MODEL.is_bf16():
-            top = _quantize_bf16(source, target, source_stride, target_stride, POWER_OF_TWO, STRIPS)
+            top = _quantize_bf16(source, target, source_stride, target_stride, POWER_OF_TWO)
         else:
             row = tl.arange(0, _SIDE)[:, None].to(tl.int64)
             col = tl.arange(0, _SIDE)[None, :]
@@ -355,17 +352,7 @@ def _copy_tiles(
         rows = tl.minimum(tl.load(descriptor + 6) - i * _SIDE, _SIDE).to(tl.int32)
         cols = tl.minimum(tl.load(descriptor + 7) - j * _SIDE, _SIDE).to(tl.int32)
         top = _copy_ragged(
-            source,
-            target,
-            source_stride,
-            target_stride,
-            rows,
-            cols,
-            VALUE,
-            QUANTIZE,
-            POSITIVE,
-            POWER_OF_TWO,
-            STRIPS,
+            source, target, source_stride, target_stride, rows, cols, VALUE, POSITIVE, POWER_OF_TWO
         )
     if QUANTIZE:
         scales = tl.load(descriptor + 5) + (i * tl.load(descriptor + 10) + j) * 4

@@ -31,10 +31,10 @@ needs_sglang = pytest.mark.skipif(
 
 
 @triton.jit
-def _reciprocals(x: tl.tensor, out: tl.tensor, size: tl.tensor, INTERPRETED: tl.constexpr) -> None:
+def _reciprocals(x: tl.tensor, out: tl.tensor, size: tl.tensor) -> None:
     index = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     values = tl.load(x + index, mask=index < size, other=1.0)
-    reciprocals = activation_triton._reciprocal(values, INTERPRETED)
+    reciprocals = activation_triton._reciprocal(values)
     tl.store(out + index, reciprocals, mask=index < size)
 
 
@@ -42,7 +42,7 @@ def reciprocals(x: Tensor, device: str) -> Tensor:
     """As the device's instruction has them: the reference's, but for the last bit."""
     source = x.to(device).contiguous()
     out = torch.empty_like(source)
-    _reciprocals[(-(-x.numel() // 1024),)](source, out, x.numel(), INTERPRETED=INTERPRETED)
+    _reciprocals[(-(-x.numel() // 1024),)](source, out, x.numel())
     return out.to(x.device)
 
 
