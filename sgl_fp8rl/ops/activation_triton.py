@@ -25,7 +25,7 @@ from sgl_fp8rl.ops.activation import (
 from sgl_fp8rl.ops.reference import BLOCK, FP8_MAX
 from sgl_fp8rl.ops.weight_quant_triton import FLOOR, power_of_two_scale
 
-_GROUPS = 8
+_GROUPS = tl.constexpr(8)
 """Groups of 128 channels per program, for kernels without a reduction over a row."""
 # Eight channels per thread: 16 bytes of BF16, and no layout conversion before the codes.
 _GROUPS_OF_WARP = 2
@@ -119,7 +119,7 @@ def _quantize_tiles(
     M, length = len(x), x.shape[1] // 2 if silu else x.shape[1]
     lead, K = within or (0, length)
     quantized = empty_quantized(M, K, x.device, by_row=by_row)
-    tiles = triton.cdiv(K // BLOCK, _GROUPS)
+    tiles = triton.cdiv(K // BLOCK, _GROUPS.value)
     if M:
         with torch.cuda.device_of(x):  # a kernel starts on the current device
             _some_groups[(M * tiles,)](
@@ -130,13 +130,12 @@ def _quantize_tiles(
                 *quantized.scales_Mk.stride(),
                 K=K,
                 TILES=tiles,
-                GROUPS=_GROUPS,
                 LEAD=lead,
                 LENGTH=length,
                 SILU=silu,
                 POWER_OF_TWO=power_of_two,
                 **_options(
-                    x.device, _GROUPS // (_GROUPS_OF_WARP if silu else _PLAIN_GROUPS_OF_WARP)
+                    x.device, _GROUPS.value // (_GROUPS_OF_WARP if silu else _PLAIN_GROUPS_OF_WARP)
                 ),
             )
     return quantized
@@ -245,16 +244,15 @@ def _some_groups(
     group_stride: tl.tensor,
     K: tl.constexpr,
     TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
     LEAD: tl.constexpr,
     LENGTH: tl.constexpr,
     SILU: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One program quantizes ``GROUPS`` groups of one row; with ``SILU`` x is gate and up."""
+    """One program quantizes ``_GROUPS`` groups of one row; with ``SILU`` x is gate and up."""
     row = (tl.program_id(0) // TILES).to(tl.int64)
-    group = tl.program_id(0) % TILES * GROUPS + tl.arange(0, GROUPS)
+    group = tl.program_id(0) % TILES * _GROUPS + tl.arange(0, _GROUPS)
     col, inside = _channels(group, K, LEAD, LENGTH)
     source = x + row * row_stride + col
     if OVERLAP:

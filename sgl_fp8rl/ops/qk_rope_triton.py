@@ -27,7 +27,7 @@ from sgl_fp8rl.ops.weight_quant_triton import bits_of
 
 # A program handles this many heads of one token, all of q, of K or of V. Neither depends on the
 # batch: serving compiles nothing after the first decode.
-_ROWS, _WARPS = 8, 4
+_ROWS, _WARPS = tl.constexpr(8), 4
 
 
 def norm_rope_store(
@@ -46,7 +46,7 @@ def norm_rope_store(
     if T == 0:
         return q_TC
     scales = scales_of(cache)
-    blocks = 2 * triton.cdiv(H, _ROWS) + triton.cdiv(N, _ROWS)
+    blocks = 2 * triton.cdiv(H, _ROWS.value) + triton.cdiv(N, _ROWS.value)
     with torch.cuda.device_of(qkv_TC):  # a kernel starts on the current device
         _some_heads[(T, blocks)](
             qkv_TC,
@@ -74,7 +74,6 @@ def norm_rope_store(
             KV_HEADS=H,
             D=D,
             LOG_D=log_block(D),
-            ROWS=_ROWS,
             NORMED=norms is not None,
             INT8=is_int8,
             # with fewer Triton rotates wide heads through shared memory
@@ -85,7 +84,7 @@ def norm_rope_store(
 
 @triton.jit
 def _halves(heads: tl.tensor, inside: tl.tensor, D: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Load both halves of heads that start at ``heads`` ``[ROWS, 1]``: FP32 ``[ROWS, D / 2]``."""
+    """Load both halves of heads that start at ``heads`` ``[_ROWS, 1]``: FP32 ``[_ROWS, D / 2]``."""
     first = heads + tl.arange(0, D // 2)[None, :]
     low = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(first + D // 2, mask=inside, other=0.0).to(tl.float32)
@@ -124,11 +123,11 @@ def _rotated(
 
 @triton.jit
 def _spread(
-    low: tl.tensor, high: tl.tensor, ROWS: tl.constexpr, D: tl.constexpr, LOG_D: tl.constexpr
+    low: tl.tensor, high: tl.tensor, D: tl.constexpr, LOG_D: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """``kv_int8.rotate``: both halves times a matrix of all channels."""
-    low = hadamard(low, ROWS, D // 2, LOG_D - 1)
-    high = hadamard(high, ROWS, D // 2, LOG_D - 1)
+    low = hadamard(low, _ROWS, D // 2, LOG_D - 1)
+    high = hadamard(high, _ROWS, D // 2, LOG_D - 1)
     return (low + high) * D**-0.5, (low - high) * D**-0.5
 
 
@@ -154,16 +153,15 @@ def _store(
     SIDE: tl.constexpr,
     D: tl.constexpr,
     LOG_D: tl.constexpr,
-    ROWS: tl.constexpr,
     INT8: tl.constexpr,
 ) -> None:
-    """Store heads whose first codes are at ``cache`` ``[ROWS, 1]``, with statistics."""
+    """Store heads whose first codes are at ``cache`` ``[_ROWS, 1]``, with statistics."""
     first = cache + tl.arange(0, D // 2)[None, :]
     real = inside & (slot != PADDING)
     bits = tl.maximum(magnitude(low, real), magnitude(high, real))
     if INT8:
         if SIDE == 0:
-            low, high = _spread(low, high, ROWS, D, LOG_D)
+            low, high = _spread(low, high, D, LOG_D)
         top = tl.max(tl.maximum(bits_of(low), bits_of(high)), axis=1)
         found = scale_of(top)[:, None]
         tl.store(first, codes_of(low, found), mask=inside)
@@ -217,18 +215,17 @@ def _some_heads(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     LOG_D: tl.constexpr,
-    ROWS: tl.constexpr,
     NORMED: tl.constexpr,
     INT8: tl.constexpr,
 ) -> None:
-    """One program handles ``ROWS`` heads of K, V or q, in this order: statistics start first."""
-    KV_BLOCKS: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
+    """One program handles ``_ROWS`` heads of K, V or q, in this order: statistics start first."""
+    KV_BLOCKS: tl.constexpr = (KV_HEADS + _ROWS - 1) // _ROWS
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = qkv + token * token_stride
-    some = tl.arange(0, ROWS)[:, None]
+    some = tl.arange(0, _ROWS)[:, None]
     if block < KV_BLOCKS:
-        head = block * ROWS + some
+        head = block * _ROWS + some
         inside = head < KV_HEADS
         slot = tl.load(slots + token * slots_stride)
         turn = cos_sin + tl.load(positions + token * position_stride) * cos_sin_stride
@@ -237,27 +234,27 @@ def _some_heads(
         largest = tl.load(stats + 3)
         low, high = _rotated(low, high, k_weight, eps, turn, D, NORMED)
         cache = k_cache + slot * k_slot_stride + head.to(tl.int64) * k_head_stride
-        _store(low, high, scale, cache, inside, slot, largest, stats, 0, D, LOG_D, ROWS, INT8)
+        _store(low, high, scale, cache, inside, slot, largest, stats, 0, D, LOG_D, INT8)
         if (block == 0) & (slot != PADDING):
             tl.atomic_add(stats, tl.full((), 1, tl.int64), sem="relaxed")
     elif block < 2 * KV_BLOCKS:
-        head = (block - KV_BLOCKS) * ROWS + some
+        head = (block - KV_BLOCKS) * _ROWS + some
         inside = head < KV_HEADS
         slot = tl.load(slots + token * slots_stride)
         low, high = _halves(row + (Q_HEADS + KV_HEADS + head) * D, inside, D)
         scale = _scale(v_scales + head * v_scale_stride, slot, inside, INT8)
         largest = tl.load(stats + 4)
         cache = v_cache + slot * v_slot_stride + head.to(tl.int64) * v_head_stride
-        _store(low, high, scale, cache, inside, slot, largest, stats, 1, D, LOG_D, ROWS, INT8)
+        _store(low, high, scale, cache, inside, slot, largest, stats, 1, D, LOG_D, INT8)
     else:
-        head = (block - 2 * KV_BLOCKS) * ROWS + some
+        head = (block - 2 * KV_BLOCKS) * _ROWS + some
         inside = head < Q_HEADS
         turn = cos_sin + tl.load(positions + token * position_stride) * cos_sin_stride
         low, high = _halves(row + head * D, inside, D)
         low, high = _rotated(low, high, q_weight, eps, turn, D, NORMED)
         first = q_out + token * (Q_HEADS * D) + head * D + tl.arange(0, D // 2)[None, :]
         if INT8:
-            low, high = _spread(low, high, ROWS, D, LOG_D)
+            low, high = _spread(low, high, D, LOG_D)
             tl.store(first, to_fp16(low), mask=inside)
             tl.store(first + D // 2, to_fp16(high), mask=inside)
         else:

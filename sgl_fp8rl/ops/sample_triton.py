@@ -14,6 +14,7 @@ from sgl_fp8rl.ops.sample import LEAST_NOISE
 CHUNK = 4096
 """Logits per program. Many small programs fill a GPU even at 32 rows."""
 _WARPS = 4
+_LEAST = tl.constexpr(LEAST_NOISE)
 
 
 def sample(
@@ -37,9 +38,7 @@ def sample(
     parts = maxima_BC, sums_BC, winners_BC
     width = 1 << (chunks - 1).bit_length()
     with torch.cuda.device_of(logits_BV):  # a kernel starts on the current device
-        _reduce_chunk[chunks, rows](
-            *sources, *parts, vocab, CHUNK=CHUNK, LEAST_NOISE=LEAST_NOISE, num_warps=_WARPS
-        )
+        _reduce_chunk[chunks, rows](*sources, *parts, vocab, CHUNK=CHUNK, num_warps=_WARPS)
         _draw_row[rows,](
             *sources,
             *parts,
@@ -47,7 +46,6 @@ def sample(
             logprobs_B,
             chunks,
             WIDTH=width,
-            LEAST_NOISE=LEAST_NOISE,
             num_warps=1,
         )
     return tokens_B, logprobs_B
@@ -74,14 +72,13 @@ def _reduce_chunk(
     winners: tl.tensor,
     vocab: tl.tensor,
     CHUNK: tl.constexpr,
-    LEAST_NOISE: tl.constexpr,
 ) -> None:
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = tokens < vocab
     x = _load_scaled(logits + row * logits_stride + tokens, inside, tl.load(temperatures + row))
-    q = tl.maximum(tl.load(noise + row * noise_stride + tokens, inside, 1.0), LEAST_NOISE)
+    q = tl.maximum(tl.load(noise + row * noise_stride + tokens, inside, 1.0), _LEAST)
     maximum = tl.max(x, 0)
     # A grammar may mask a whole chunk; its weights are zero, not NaN.
     weights = tl.exp(x - tl.where(maximum == -float("inf"), 0.0, maximum))
@@ -107,7 +104,6 @@ def _draw_row(
     logprobs: tl.tensor,
     chunks: tl.tensor,
     WIDTH: tl.constexpr,
-    LEAST_NOISE: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, WIDTH)
@@ -121,7 +117,7 @@ def _draw_row(
     winner = tl.load(winners + parts, inside, 0)
     x = _load_scaled(logits + row * logits_stride + winner, inside, tl.load(temperatures + row))
     x -= maximum
-    q = tl.maximum(tl.load(noise + row * noise_stride + winner, inside, 1.0), LEAST_NOISE)
+    q = tl.maximum(tl.load(noise + row * noise_stride + winner, inside, 1.0), _LEAST)
     best = chunk == tl.argmax(tl.maximum(tl.exp(x) / total / q, 0.0), 0)
     token = tl.sum(tl.where(best, winner, 0), 0)
     logprob = tl.sum(tl.where(best, x, 0.0), 0) - tl.log(total)
