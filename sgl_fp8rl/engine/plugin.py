@@ -45,8 +45,7 @@ def _or_log(add: Callable[[], None]) -> None:
 
 
 def _add_arguments() -> None:
-    targets = compat.HOOK_TARGETS
-    wrap({targets["add_cli_args"]: add_flags, targets["from_cli_args"]: from_flags})
+    wrap({"ServerArgs.add_cli_args": add_flags, "ServerArgs.from_cli_args": from_flags})
     compat.add_quantization_method_choices([NAME])
 
 
@@ -59,7 +58,7 @@ def _add_keywords() -> None:
 
 
 def _add_watch() -> None:
-    wrap({compat.HOOK_TARGETS["publish"]: see_engine})
+    wrap({"runtime_context.publish": see_engine})
 
 
 def add_flags(original: Any, parser: ArgumentParser) -> None:

@@ -46,8 +46,6 @@ class Ours:
                         place = f"{path}: {node.name}.{name}"
                         self._takers[name].append((place, Shape(member).whole))
             for key, value in pairs:
-                if isinstance(key, ast.Subscript):  # HOOK_TARGETS[...]
-                    key = key.slice
                 named = getattr(key, "attr", getattr(key, "value", None))
                 *stem, function = ast.unparse(value).split(".")
                 here = functions.get((stem[-1] if stem else Path(path).stem, function))

@@ -143,7 +143,7 @@ def start(folder: Path) -> Iterator[Start]:
         ):
             patch.setattr(compat.ServerArgs, name, vars(compat.ServerArgs)[name])
             around = [(HookType.AROUND, hook, None)]
-            HookRegistry._apply_target(compat.HOOK_TARGETS[name], around)
+            HookRegistry._apply_target(compat.HOOK_TARGETS[f"ServerArgs.{name}"], around)
         stack.enter_context(mock.patch.dict(os.environ))
         made = Start(patch, stack, folder)
         # what they import would look for a GPU's libraries

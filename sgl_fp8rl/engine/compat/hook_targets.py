@@ -1,39 +1,59 @@
 """SGLang's functions that our hooks wrap, but for attention backends; its hook registry resolves
 these paths itself."""
 
-_RESULTS = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-)
-# In each process of SGLang.
+_MANAGERS = "srt.managers"
+_COMPONENTS = f"{_MANAGERS}.scheduler_components"
+_UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
+_KV = "srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_BY_OWNER = {
+    # in each process of SGLang
+    "srt.server_args.ServerArgs": "add_cli_args from_cli_args",
+    "srt.runtime_context": "publish",
+    # the rest in those of an engine of ours: loading
+    "srt.configs.model_config.ModelConfig": "_verify_quantization",
+    "srt.configs.update_config": "adjust_config_with_unaligned_cpu_tp",
+    "srt.distributed.parallel_state": "init_model_parallel_group",
+    "srt.model_loader.loader": "_initialize_model get_model_loader",
+    "srt.model_loader.utils": "get_model_architecture",
+    # the model, its KV cache and the sampler
+    "srt.model_executor.model_runner.ModelRunner": (
+        "forward init_attention_backends maybe_precompile_model_kernels_after_loading sample"
+    ),
+    "srt.model_executor.model_runner_components.load_model_utils": "load_kv_cache_scales",
+    "srt.model_executor.pool_configurator.DefaultPoolConfigurator": "_compute_cell_size",
+    _KV: "_profile_available_bytes configure",
+    "srt.layers.sampler.Sampler": "forward",
+    "srt.state_capturer.base.BaseHostCache": "__init__",
+    "srt.state_capturer.base.BaseTopkCapturer": "on_forward_end",
+    # the scheduler
+    f"{_MANAGERS}.scheduler.Scheduler": (
+        "__init__ attach_hicache_storage_wrapped continue_generation handle_embedding_request "
+        "handle_generate_request handle_rpc_request process_input_requests"
+    ),
+    f"{_COMPONENTS}.batch_result_processor.SchedulerBatchResultProcessor": (
+        "process_batch_result_decode process_batch_result_prefill"
+    ),
+    f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer": "stream_output",
+    _UPDATER: "check_weights release_memory_occupation resume_memory_occupation",
+    "srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal": "pause",
+    # the main process
+    "srt.entrypoints.engine.Engine": "release_memory_occupation shutdown",
+    "srt.entrypoints.http_server": "_setup_and_run_http_server",
+    f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin": (
+        "release_memory_occupation resume_memory_occupation"
+    ),
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager": "_create_tokenized_object generate_request",
+}
+"""Functions of each class or module of SGLang."""
 HOOK_TARGETS = {
-    "add_cli_args": "sglang.srt.server_args.ServerArgs.add_cli_args",
-    "from_cli_args": "sglang.srt.server_args.ServerArgs.from_cli_args",
-    "publish": "sglang.srt.runtime_context.publish",
+    f"{owner.rpartition('.')[2]}.{name}": f"sglang.{owner}.{name}"
+    for owner, names in _BY_OWNER.items()
+    for name in names.split()
 }
-# In those of an engine of ours.
-HOOK_TARGETS |= {
-    "verify_quantization": "sglang.srt.configs.model_config.ModelConfig._verify_quantization",
-    "get_model_architecture": "sglang.srt.model_loader.utils.get_model_architecture",
-    "get_model_loader": "sglang.srt.model_loader.loader.get_model_loader",
-    "initialize_model": "sglang.srt.model_loader.loader._initialize_model",
-    "init_model_parallel_group": "sglang.srt.distributed.parallel_state.init_model_parallel_group",
-    "pad_for_amx": "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
-    "precompile_kernels": "sglang.srt.model_executor.model_runner.ModelRunner"
-    ".maybe_precompile_model_kernels_after_loading",
-    "sample": "sglang.srt.model_executor.model_runner.ModelRunner.sample",
-    "draw": "sglang.srt.layers.sampler.Sampler.forward",
-    "take_up_prefill": f"{_RESULTS}.process_batch_result_prefill",
-    "take_up_decode": f"{_RESULTS}.process_batch_result_decode",
-    "stream_output": "sglang.srt.managers.scheduler_components.output_streamer"
-    ".SchedulerOutputStreamer.stream_output",
-    "handle_generate_request": "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
-    "handle_embedding_request": "sglang.srt.managers.scheduler.Scheduler.handle_embedding_request",
-    "handle_rpc_request": "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request",
-    "process_input_requests": "sglang.srt.managers.scheduler.Scheduler.process_input_requests",
-    "run_http_server": "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-}
+"""Paths by their last two parts, such as ``Scheduler.handle_rpc_request``."""
+
 # SGLang's own ways to change weights: on an fp8rl engine each would cast BF16 into FP8 storage.
-UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATER = f"sglang.{_UPDATER}"
 STOCK_UPDATES = {
     f"{UPDATER}.update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
     f"{UPDATER}.update_weights_from_distributed": "UpdateWeightsFromDistributedReqOutput",
@@ -58,39 +78,6 @@ HARMLESS_UPDATES = frozenset(
     }
 )
 """Methods of SGLang's weight updater that change no weights and are not wrapped."""
-_MAIN = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-HOOK_TARGETS |= {
-    "check_weights": f"{UPDATER}.check_weights",
-    "attach_kv_storage": "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped",
-    "start_scheduler": "sglang.srt.managers.scheduler.Scheduler.__init__",
-    "continue_generation": "sglang.srt.managers.scheduler.Scheduler.continue_generation",
-    "release_memory": f"{UPDATER}.release_memory_occupation",
-    "unmap_memory": "sglang.srt.utils.torch_memory_saver_adapter"
-    "._TorchMemorySaverAdapterReal.pause",
-    "release_of_engine": "sglang.srt.entrypoints.engine.Engine.release_memory_occupation",
-    "shutdown": "sglang.srt.entrypoints.engine.Engine.shutdown",
-    "release_from_main": f"{_MAIN}.release_memory_occupation",
-    "resume_from_main": f"{_MAIN}.resume_memory_occupation",
-    "resume_memory": f"{UPDATER}.resume_memory_occupation",
-}
-_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-HOOK_TARGETS |= {
-    "forward": f"{_RUNNER}.forward",
-    "load_kv_scales": "sglang.srt.model_executor.model_runner_components.load_model_utils"
-    ".load_kv_cache_scales",
-    "init_attention_backends": f"{_RUNNER}.init_attention_backends",
-    "configure_kv_cache": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-    ".configure",
-    "kv_memory": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-    "._profile_available_bytes",
-    "token_bytes": "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
-    "._compute_cell_size",
-    "generate_request": "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-    "create_request": "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-    "._create_tokenized_object",
-    "host_cache_of_experts": "sglang.srt.state_capturer.base.BaseHostCache.__init__",
-    "capture_of_experts": "sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end",
-}
 _KERNELS = "sglang.kernels.ops"
 # Wrapped on the CPU platform.
 SHARED_EXPERT_GATE = f"{_KERNELS}.elementwise.elementwise.fused_gate_sigmoid_mul_add"

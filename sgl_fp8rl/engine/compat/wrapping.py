@@ -11,7 +11,7 @@ _wrapped: set[str] = set()
 
 
 def wrap(hooks: Mapping[str, Hook]) -> None:
-    """Put each hook around SGLang's function of that path, unless one of ours is.
+    """Put each hook around a function of ``HOOK_TARGETS``, or of a path, unless one of ours is.
 
     SGLang's ``register`` and ``apply_hooks`` would leave out a function that another plugin has
     wrapped before, and only log one that they do not find.
@@ -19,7 +19,8 @@ def wrap(hooks: Mapping[str, Hook]) -> None:
     Raises:
         IncompatibleSGLangError: SGLang lacks a function.
     """
-    for target, hook in hooks.items():
+    for name, hook in hooks.items():
+        target = compat.HOOK_TARGETS.get(name, name)
         if target in _wrapped:
             continue
         try:
