@@ -52,24 +52,10 @@ def add_arguments(precision: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print, and return the exit code."""
-    import torch
-
     from sgl_fp8rl.tools.precision import command
 
     try:
-        options = command.Options(
-            model=arguments.model,
-            budget_kl=arguments.budget_kl,
-            prompts=arguments.prompts,
-            tokens=arguments.tokens,
-            kv_cache=arguments.kv_cache_dtype is not None,
-            device=arguments.device,
-            dtype=getattr(torch, arguments.dtype),
-            seed=arguments.seed,
-            format=arguments.format,
-            ragged=arguments.ragged,
-        )
-        command.run(options, arguments.output)
+        command.run(arguments)
     except (OSError, ValueError, MemoryError) as error:
         print(f"sgl-fp8rl precision: {command.first_line(error)}", file=sys.stderr)
         return 2

@@ -4,8 +4,8 @@ import functools
 import json
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from sgl_fp8rl.formats import CHOICES
-from sgl_fp8rl.tools.precision import kv, report, search, tokens
-from sgl_fp8rl.tools.precision.divergence import Divergence
+from sgl_fp8rl.tools.precision import fake_quant, report, search, tokens
 from sgl_fp8rl.tools.precision.groups import Group, fp8_groups
 from sgl_fp8rl.tools.precision.replay import Replay
 
@@ -22,48 +21,40 @@ TOKENS = {"cuda": 4096, "cpu": 1024}
 """Measured by default."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line. ``None``: the default depends on the device or the measurement."""
+def check(options: Namespace) -> None:
+    """Check numbers and the device.
 
-    model: str
-    budget_kl: float | None = None
-    """Nats per token; default half of the KL of FP8 in every layer."""
-    prompts: Path | None = None
-    tokens: int | None = None
-    kv_cache: bool = False
-    device: str | None = None
-    dtype: torch.dtype = torch.float32
-    """Dtype of the arithmetic; weights have BF16 values in either case."""
-    seed: int = 0
-    format: str = "block-fp8"
-    """What the layers are in, as the engine's option names it."""
-    ragged: str = "pad"
-    """What becomes of layers whose sizes are not multiples of 128, likewise."""
-
-    def __post_init__(self) -> None:
-        if self.budget_kl is not None and not 0 <= self.budget_kl < math.inf:
-            raise ValueError(f"--budget-kl is {self.budget_kl}; pass a number of nats, 0 or more")
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"--tokens is {self.tokens}; pass a positive integer")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
+    Raises:
+        ValueError: one makes no sense here.
+    """
+    if options.budget_kl is not None and not 0 <= options.budget_kl < math.inf:
+        raise ValueError(f"--budget-kl is {options.budget_kl}; pass a number of nats, 0 or more")
+    if options.tokens is not None and options.tokens < 1:
+        raise ValueError(f"--tokens is {options.tokens}; pass a positive integer")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
 
 
-def run(options: Options, output: Path | None) -> None:
+def run(options: Namespace) -> None:
     """Measure, print the report, and write it as JSON.
+
+    Args:
+        options: the command line, as in ``arguments.py``.
 
     Raises:
         ValueError: the model or the prompts cannot be measured.
         OSError: a file cannot be read or written.
     """
+    check(options)
+    output: Path | None = options.output
     if output is not None:
         output.touch()  # fails now, not after measuring
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        model = load(options.model, device, options.dtype)
-        _groups(model, options)  # fails now, not after sampling
-        found = measure(model, options, texts_of(model, options))
+        model = load(options.model, device, getattr(torch, options.dtype))
+        # fails now, not after sampling
+        groups = fp8_groups(model, CHOICES[options.format], options.ragged)
+        found = measure(model, groups, texts_of(model, options), options)
     except torch.OutOfMemoryError:
         raise ValueError(
             f"{options.model} and its measurement do not fit into the GPU's memory; use fewer "
@@ -119,7 +110,7 @@ def load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     return model.eval().to(device=device, dtype=dtype)
 
 
-def texts_of(model: Any, options: Options) -> list[tokens.Text]:
+def texts_of(model: Any, options: Namespace) -> list[tokens.Text]:
     """The prompts and responses to measure on.
 
     Raises:
@@ -145,7 +136,7 @@ def tokenizer(model: str) -> tokens.Tokenize:
             raise ValueError(f"{model} has no tokenizer; pass prompts as lists of token ids")
         return found
 
-    def tokenize(given: Any, /, *, begins: bool) -> list[int]:
+    def tokenize(given: Any, *, begins: bool) -> list[int]:
         if isinstance(given, str):
             return list(loaded()(given, add_special_tokens=begins).input_ids)
         chat = loaded().apply_chat_template(given, add_generation_prompt=True, return_dict=False)
@@ -154,38 +145,29 @@ def tokenizer(model: str) -> tokens.Tokenize:
     return tokenize
 
 
-def _groups(model: Any, options: Options) -> list[Group]:
-    return fp8_groups(model, CHOICES[options.format], options.ragged)
-
-
-def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[str, Any]:
+def measure(
+    model: Any, groups: Sequence[Group], texts: Sequence[tokens.Text], options: Namespace
+) -> dict[str, Any]:
     """The report, in the form of ``report.as_json``.
 
     Raises:
-        ValueError: the model has no FP8 layers, or returns NaN.
+        ValueError: the model returns NaN.
     """
-    groups = _groups(model, options)
     batches = tokens.batches_of(texts, model.device)
     replay = Replay(model, batches)
-    with tqdm(total=len(groups), unit="layer", file=sys.stderr) as bar:
-
-        def one(some: Sequence[Group]) -> Divergence:
-            divergence = replay.divergence(some)
-            bar.update()
-            return divergence
-
-        ranked = search.rank(groups, one)
+    ranked = search.rank(tqdm(groups, unit="layer", file=sys.stderr), replay.divergence)
     everything = search.point(ranked, 0, replay.divergence)
     budget = options.budget_kl
     if budget is None:
         budget = report.BUDGET_SHARE * everything.divergence.kl
     points = search.shortest(ranked, everything, budget, replay.divergence)
-    ignored = tuple(damage.group for damage in ranked[: points[-1].ignored])
     facts = {
         "model": options.model,
         "format": options.format,
         "ragged": options.ragged,
-        "device": _device_name(model.device),
+        "device": torch.cuda.get_device_name(model.device)
+        if model.device.type == "cuda"
+        else "CPU",
         "arithmetic": str(model.dtype).removeprefix("torch."),
         "source": "sampled by the model"
         if options.prompts is None
@@ -195,41 +177,21 @@ def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[
         "tokens": replay.tokens,
         "kl_noise": replay.noise(options.seed).kl,
     }
-    mitigations = _mitigations(
-        model, replay, batches, groups, ignored, everything, points[-1], options
-    )
-    return report.as_json(
-        facts, ranked, points, budget, mitigations, report.Bytes.of(model, groups)
-    )
-
-
-def _mitigations(
-    model: Any,
-    replay: Replay,
-    batches: list[tokens.Sequences],
-    groups: list[Group],
-    ignored: tuple[Group, ...],
-    everything: search.Point,
-    answer: search.Point,
-    options: Options,
-) -> list[report.Mitigation]:
-    ends = tuple(group for group in groups if group.layer in (0, replay.layers - 1))
+    ignored = [damage.group for damage in ranked[: points[-1].ignored]]
+    ends = [group for group in groups if group.layer in (0, replay.layers - 1)]
     inner = [group for group in groups if group not in ends]
     mitigations = [
         report.Mitigation("all FP8", (), everything.divergence),
         report.Mitigation("first and last BF16", ends, replay.divergence(inner)),
-        report.Mitigation("ignore list", ignored, answer.divergence),
+        report.Mitigation("ignore list", ignored, points[-1].divergence),
     ]
-    if options.kv_cache:
-        scales_L2 = kv.layer_scales(model, batches)
-        with kv.rounded(scales_L2):
-            for name, some in (("FP8 KV alone", []), ("all FP8, FP8 KV", groups)):
-                bf16 = tuple(groups) if not some else ()
-                mitigations.append(
-                    report.Mitigation(name, bf16, replay.divergence(some, first_layer=0))
-                )
-    return mitigations
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if options.kv_cache_dtype is not None:
+        with fake_quant.fp8_kv(model, batches):
+            alone = replay.divergence([], first_layer=0)
+            both = replay.divergence(groups, first_layer=0)
+        mitigations += [
+            report.Mitigation("FP8 KV alone", groups, alone),
+            report.Mitigation("all FP8, FP8 KV", (), both),
+        ]
+    step = report.step_bytes(model, groups)
+    return report.as_json(facts, ranked, points, budget, mitigations, step)

@@ -26,6 +26,7 @@ _STACKED = {
 _WHOLE = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _EXPERTS = ".experts"
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def fp8_groups(
     """
     found: dict[str, list[nn.Module]] = defaultdict(list)
     for name, module in model.named_modules():
-        if re.search(r"\blayers\.\d+\.", name) and _is_weighty(module):
+        is_weighty = isinstance(module, nn.Linear) or is_experts(module)
+        if _LAYER.search(name) and is_weighty:
             engine_name = _engine_name(name, hf_names.model_type(model))
             if engine_name is not None:
                 found[engine_name].append(module)
@@ -91,7 +93,8 @@ def fp8_groups(
         refused = {each: _why_bf16(name, modules, config, each, ragged) for each in formats}
         able = [each for each, reason in refused.items() if reason is None]
         if able:
-            groups.append(Group(name, _layer_of(name), tuple(modules), able[0]))
+            (layer,) = _LAYER.findall(name)
+            groups.append(Group(name, int(layer), tuple(modules), able[0]))
         else:
             reasons.append("; ".join(filter(None, refused.values())))
     if not groups:
@@ -100,10 +103,6 @@ def fp8_groups(
             f"{next(iter(reasons), 'it has none')}; choose another --format or --ragged"
         )
     return sorted(groups, key=lambda group: group.layer)
-
-
-def _is_weighty(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_experts(module)
 
 
 def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -127,12 +126,6 @@ def _engine_name(name: str, family: str) -> str | None:
             f"one with attention of q, k, v, o and MLPs or experts of gate, up, down"
         )
     return f"{base}.{_STACKED.get(leaf, leaf)}"
-
-
-def _layer_of(name: str) -> int:
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    assert found is not None  # only such names are asked for
-    return int(found[1])
 
 
 def _why_bf16(

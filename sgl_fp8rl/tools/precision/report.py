@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from server_args.args import FORMATS, RAGGED, flag_name
@@ -22,33 +22,23 @@ class Mitigation:
     """One way to serve the model."""
 
     name: str
-    bf16: tuple[Group, ...]
+    bf16: Sequence[Group]
     """Layers that are left in BF16."""
     divergence: Divergence
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Weight bytes that a decode step reads: all but the embeddings, of which it reads rows."""
+def step_bytes(model: Any, groups: Sequence[Group]) -> int:
+    """Weight bytes that a decode step reads with these layers in FP8: all but the embeddings, of
+    which it reads rows."""
+    weights = {id(p): BF16_BYTES * p.numel() for p in model.parameters()}
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding is not head:
+        del weights[id(embedding)]
+    return int(sum(weights.values())) - _saved(groups)
 
-    of_step: int
-    """With every layer in FP8 that supports it."""
-    groups: int
-    """Bytes of these layers in BF16."""
 
-    @classmethod
-    def of(cls, model: Any, groups: Sequence[Group]) -> "Bytes":
-        """The bytes of a BF16 model."""
-        weights = {id(p): BF16_BYTES * p.numel() for p in model.parameters()}
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        if embedding is not head:
-            del weights[id(embedding)]
-        saved = sum(group.bf16_bytes - group.fp8_bytes for group in groups)
-        return cls(sum(weights.values()) - saved, sum(group.bf16_bytes for group in groups))
-
-    def growth(self, bf16: Sequence[Group]) -> float:
-        """Bytes of a step with these layers in BF16, relative to none in BF16."""
-        return 1 + sum(group.bf16_bytes - group.fp8_bytes for group in bf16) / self.of_step
+def _saved(groups: Sequence[Group]) -> int:
+    return sum(group.bf16_bytes - group.fp8_bytes for group in groups)
 
 
 def as_json(
@@ -57,9 +47,14 @@ def as_json(
     points: Sequence[Point],
     budget_kl: float,
     mitigations: Sequence[Mitigation],
-    read: Bytes,
+    step: int,
 ) -> dict[str, Any]:
-    """The report in plain types. ``layers`` are in order of damage for their bytes."""
+    """The report in plain types. ``layers`` are in order of damage for their bytes.
+
+    Args:
+        step: of ``step_bytes``, with every layer in FP8.
+    """
+    whole = sum(damage.group.bf16_bytes for damage in ranked)
     answer = points[-1]
     names = [damage.group.name for damage in ranked]
     ignored = names[: answer.ignored]
@@ -69,9 +64,7 @@ def as_json(
         "layers": [
             {
                 "name": damage.group.name,
-                "kl": damage.divergence.kl,
-                "kl_error": damage.divergence.kl_error,
-                "k3": damage.divergence.k3,
+                **asdict(damage.divergence),
                 "bf16_bytes": damage.group.bf16_bytes,
                 "ignored": number < answer.ignored,
             }
@@ -95,15 +88,14 @@ def as_json(
         "mitigations": [
             {
                 "mitigation": mitigation.name,
-                "kl": mitigation.divergence.kl,
-                "kl_error": mitigation.divergence.kl_error,
-                "k3": mitigation.divergence.k3,
+                **asdict(mitigation.divergence),
                 "bf16_layers": len(mitigation.bf16),
-                "bf16_gb": sum(group.bf16_bytes for group in mitigation.bf16) / 1e9,
-                "bf16_share": sum(group.bf16_bytes for group in mitigation.bf16) / read.groups,
-                "step_bytes": read.growth(mitigation.bf16),
+                "bf16_gb": bf16_bytes / 1e9,
+                "bf16_share": bf16_bytes / whole,
+                "step_bytes": 1 + _saved(mitigation.bf16) / step,
             }
             for mitigation in mitigations
+            for bf16_bytes in [sum(group.bf16_bytes for group in mitigation.bf16)]
         ],
     }
 

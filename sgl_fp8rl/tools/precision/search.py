@@ -1,6 +1,6 @@
 """Rank layers by the damage of FP8 for their bytes, and find the ignore list of a KL budget."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sgl_fp8rl.tools.precision.divergence import Divergence
@@ -31,7 +31,7 @@ Measure = Callable[[Sequence[Group]], Divergence]
 """Divergence of the model with these groups in FP8."""
 
 
-def rank(groups: Sequence[Group], measure: Measure) -> list[Damage]:
+def rank(groups: Iterable[Group], measure: Measure) -> list[Damage]:
     """All groups, those first whose damage is largest for what they cost in BF16."""
     found = [Damage(group, measure([group])) for group in groups]
     return sorted(found, key=lambda damage: -damage.divergence.kl / damage.group.bf16_bytes)

@@ -8,10 +8,10 @@ Shapes: B sequences, L tokens of the longest.
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -44,12 +44,15 @@ class Text:
     response: list[int] | None
     """None if the model samples it."""
 
+    @property
+    def ids(self) -> list[int]:
+        """Both, as far as they are known."""
+        return self.prompt + (self.response or [])
 
-class Tokenize(Protocol):
-    """Token ids of a string, or of a list of chat messages."""
 
-    def __call__(self, given: Any, /, *, begins: bool) -> list[int]:
-        """``begins``: whether this text begins a sequence, with the tokenizer's BOS."""
+Tokenize = Callable[..., list[int]]
+"""Token ids of a string or of a list of chat messages; ``begins``: whether this text begins a
+sequence, with the tokenizer's BOS."""
 
 
 def read_texts(path: Path, tokenize: Tokenize) -> list[Text]:
@@ -129,7 +132,7 @@ def complete(model: Any, texts: Sequence[Text], tokens: int, seed: int) -> list[
         ValueError: a token id is outside the vocabulary, or logits are NaN or Inf.
     """
     vocab = model.config.get_text_config().vocab_size
-    ids = {token for text in texts for token in text.prompt + (text.response or [])}
+    ids = {token for text in texts for token in text.ids}
     if min(ids) < 0 or max(ids) >= vocab:
         raise ValueError(f"a token id is outside the model's vocabulary of {vocab}")
     whole: list[Text] = []
@@ -200,24 +203,20 @@ def _ends(model: Any) -> set[int]:
 def batches_of(texts: Sequence[Text], device: torch.device) -> list[Sequences]:
     """Batches of sequences of similar length."""
     at_once = BATCH_TOKENS["cuda" if device.type == "cuda" else "cpu"]
-    rows = sorted(texts, key=lambda text: len(text.prompt) + len(text.response or []))
+    rows = sorted(texts, key=lambda text: len(text.ids))
     batches, first = [], 0
     while first < len(rows):
         last = first + 1
         # the last sequence of a batch is the longest
-        while last < len(rows) and (last + 1 - first) * _length(rows[last]) <= at_once:
+        while last < len(rows) and (last + 1 - first) * len(rows[last].ids) <= at_once:
             last += 1
         batches.append(_batch(rows[first:last], device))
         first = last
     return batches
 
 
-def _length(text: Text) -> int:
-    return len(text.prompt) + len(text.response or [])
-
-
 def _batch(texts: Sequence[Text], device: torch.device) -> Sequences:
-    rows = [torch.tensor(text.prompt + (text.response or [])) for text in texts]
+    rows = [torch.tensor(text.ids) for text in texts]
     measured = [
         torch.tensor([False] * (len(text.prompt) - 1) + [True] * len(text.response or []))
         for text in texts
