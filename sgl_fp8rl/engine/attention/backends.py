@@ -5,7 +5,7 @@ decode. The user's own choice is kept or refused with an error, never replaced.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,22 +37,6 @@ Capability = tuple[int, int] | None
 """Compute capability, such as (9, 0); None for a CPU."""
 
 
-def _on_cpus(capability: Capability) -> bool:
-    return capability is None
-
-
-def _on_gpus(capability: Capability) -> bool:
-    return capability is not None
-
-
-def _on_hopper(capability: Capability) -> bool:
-    return capability is not None and capability[0] == HOPPER
-
-
-def _nowhere(_: Capability) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class AttentionBackend:
     """How one of SGLang's attention backends serves an 8-bit KV cache."""
@@ -60,29 +44,29 @@ class AttentionBackend:
     reason: str
     """Why it is selected."""
     formats: tuple[str, ...] = (E4M3,)
-    prefill: Callable[[Capability], bool] = _nowhere
-    """The devices where it applies KV scales in prefill."""
-    decode: Callable[[Capability], bool] = _nowhere
+    prefill: str | None = None
+    """The devices where it applies KV scales in prefill: ``cpu``, ``gpu`` or ``hopper``."""
+    decode: str | None = None
 
 
 BACKENDS = {
     "torch_native": AttentionBackend(
-        "the backend of the CPU platform", (E4M3, INT8), _on_cpus, _on_cpus
+        "the backend of the CPU platform", (E4M3, INT8), prefill="cpu", decode="cpu"
     ),
     TRTLLM_MHA: AttentionBackend(
         "our kernel multiplies in 16 bits over its pages, at the memory's speed",
         (E4M3, INT8),
-        decode=_on_hopper,
+        decode="hopper",
     ),
     FA3: AttentionBackend(
         "it attends in 16 bits to the values of pages, side by side in a workspace",
         (E4M3, INT8),
-        prefill=_on_hopper,
+        prefill="hopper",
     ),
     "flashinfer": AttentionBackend(
         "its FA2 kernels attend to codes with scales folded into q and out",
-        prefill=_on_gpus,
-        decode=_on_gpus,
+        prefill="gpu",
+        decode="gpu",
     ),
 }
 """By SGLang's name; the first that serves a phase is selected. ``compat.ATTENTION_BACKENDS`` has
@@ -161,9 +145,11 @@ def check(
 def scaled_backends(capability: Capability, kv_format: str = E4M3) -> dict[str, tuple[str, ...]]:
     """The backends that apply the scales of a format on a device, for each phase."""
     rows = {name: row for name, row in BACKENDS.items() if kv_format in row.formats}
+    is_hopper = capability is not None and capability[0] == HOPPER
+    here = ("cpu",) if capability is None else ("gpu", "hopper") if is_hopper else ("gpu",)
     return {
-        "prefill": tuple(name for name, row in rows.items() if row.prefill(capability)),
-        "decode": tuple(name for name, row in rows.items() if row.decode(capability)),
+        "prefill": tuple(name for name, row in rows.items() if row.prefill in here),
+        "decode": tuple(name for name, row in rows.items() if row.decode in here),
     }
 
 

@@ -4,23 +4,26 @@ from typing import Any
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.attention import kv_attention
+from sgl_fp8rl.engine.attention.backends import TRTLLM_MHA
 from sgl_fp8rl.engine.attention.flashinfer_plans import wait_for_copy
-from sgl_fp8rl.engine.compat.wrapping import Hook, wrap
+from sgl_fp8rl.engine.attention.kv_decode import fused_forward, mark
+from sgl_fp8rl.engine.compat.wrapping import wrap
 from sgl_fp8rl.engine.cpu import cpu_kernels
 
 
 def wrap_attention(prefill: str, decode: str, model: Any) -> None:
-    """Wrap what serves an FP8 KV cache in this process: the attention backends, and those of the
-    model's own modules that a backend names.
+    """Wrap what serves an 8-bit KV cache in this process: the attention backends, and where our
+    kernel decodes the model's own modules.
 
     Raises:
         IncompatibleSGLangError: SGLang lacks a function to wrap.
     """
-    hooks: dict[str, Hook] = {}
-    for phase, backend in (("extend", prefill), ("decode", decode)):
-        around = kv_attention.HOOKS[backend]
-        hooks[f"{compat.ATTENTION_BACKENDS[backend]}.forward_{phase}"] = getattr(around, phase)
-        hooks |= around.attach(model)
+    hooks = {
+        f"{compat.ATTENTION_BACKENDS[backend]}.forward_{phase}": kv_attention.HOOKS[backend][phase]
+        for phase, backend in (("extend", prefill), ("decode", decode))
+    }
+    if decode == TRTLLM_MHA:
+        hooks |= dict.fromkeys(mark(model), fused_forward)
     wrap(hooks)
 
 

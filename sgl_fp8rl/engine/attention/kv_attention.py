@@ -5,15 +5,12 @@ saturation. Shape suffixes: B sequences, P pages, N query tokens, Q query heads,
 dim.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sgl_fp8rl.engine.attention.backends import FA3, TRTLLM_MHA
 from sgl_fp8rl.engine.attention.kv_call import Call, for_scaled_layers
-from sgl_fp8rl.engine.attention.kv_decode import fused_forward, mark
 from sgl_fp8rl.engine.attention.kv_prefill import attend_to_values, fa3_extend
 from sgl_fp8rl.engine.compat.wrapping import Hook
 from sgl_fp8rl.ops.heads import scale_heads
@@ -96,24 +93,11 @@ def _paged_attention(call: Call, q_NQD: torch.Tensor, pages: Pages) -> torch.Ten
     return attend_on_gpu(q, codes, pages, workspace, *call.scores)
 
 
-@dataclass(frozen=True)
-class BackendHooks:
-    """What is put around one of SGLang's attention backends."""
-
-    extend: Hook | None = None
-    """AROUND ``forward_extend``; None where it serves no prefill."""
-    decode: Hook | None = None
-    """AROUND ``forward_decode``."""
-    attach: Callable[[torch.nn.Module], Mapping[str, Hook]] = lambda model: {}
-    """Prepares the model for it; returns hooks on the model's own modules, by target."""
-
-
-HOOKS = {
-    "torch_native": BackendHooks(folded_extend, folded_decode),
-    "flashinfer": BackendHooks(folded_extend, folded_decode),
-    FA3: BackendHooks(extend=fa3_extend),
-    TRTLLM_MHA: BackendHooks(
-        decode=paged_decode, attach=lambda model: dict.fromkeys(mark(model), fused_forward)
-    ),
+HOOKS: dict[str, dict[str, Hook]] = {
+    "torch_native": {"extend": folded_extend, "decode": folded_decode},
+    "flashinfer": {"extend": folded_extend, "decode": folded_decode},
+    FA3: {"extend": fa3_extend},
+    TRTLLM_MHA: {"decode": paged_decode},
 }
-"""By SGLang's name of the backend, as in ``backends.BACKENDS``."""
+"""What is put around ``forward_extend`` and ``forward_decode``, by SGLang's name of the backend, as
+in ``backends.BACKENDS``."""

@@ -224,39 +224,31 @@ def test_what_serves_is_wrapped_once(
 def test_every_backend_has_a_class_and_the_hooks_of_the_phases_that_it_serves() -> None:
     assert backends.BACKENDS.keys() == kv_attention.HOOKS.keys() == compat.ATTENTION_BACKENDS.keys()
     named = attention_backends.ATTRIBUTES
-    devices = (None, HOPPER, ADA, BLACKWELL)
     for name, row in backends.BACKENDS.items():
         around = kv_attention.HOOKS[name]
         used = named[compat.ATTENTION_BACKENDS[name]].split()
         for phase, serves in (("extend", row.prefill), ("decode", row.decode)):
-            is_wrapped = any(map(serves, devices))
-            assert is_wrapped is (getattr(around, phase) is not None)
+            is_wrapped = serves is not None
+            assert is_wrapped is (phase in around)
             assert is_wrapped is (f"forward_{phase}" in used)  # so that doctor looks for it
 
 
-def test_another_backend_is_wrapped_by_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the hooks of the model's own modules; a model's preparation is not lost."""
+def test_the_models_own_modules_are_wrapped_where_our_kernel_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     registry, model = Registry().replace(monkeypatch), nn.Module()
-    prepared: list[Any] = []
+    prepared: list[nn.Module] = []
 
-    def attach(module: nn.Module) -> dict[str, Any]:
+    def mark(module: nn.Module) -> set[str]:
         prepared.append(module)
-        return {"a.Module.forward": around}
+        return {"a.Module.forward"}
 
-    def around() -> None:
-        """A hook."""
-
-    row = kv_attention.BackendHooks(around, around, attach)
-    monkeypatch.setitem(kv_attention.HOOKS, "other", row)
-    monkeypatch.setitem(compat.ATTENTION_BACKENDS, "other", "b.Attention")
-    hooks.wrap_attention("other", "flashinfer", model)
+    monkeypatch.setattr(hooks, "mark", mark)
+    hooks.wrap_attention("flashinfer", "flashinfer", model)
+    assert prepared == [] and "a.Module.forward" not in registry.hooks
+    hooks.wrap_attention("flashinfer", TRTLLM_MHA, model)
     assert prepared == [model]
-    flashinfer = f"{compat.ATTENTION_BACKENDS['flashinfer']}.forward_decode"
-    assert registry.hooks == {
-        "b.Attention.forward_extend": around,
-        "a.Module.forward": around,
-        flashinfer: kv_attention.folded_decode,
-    }
+    assert registry.hooks["a.Module.forward"] is hooks.fused_forward
 
 
 def test_plans_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
