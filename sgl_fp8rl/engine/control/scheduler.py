@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
+from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.compat.settings import resolved
 from sgl_fp8rl.engine.control import export
 from sgl_fp8rl.engine.control.attached import scheduler_weights
 from sgl_fp8rl.engine.control.host import SchedulerHost, answer
 from sgl_fp8rl.engine.control.memory_release import is_idle
-from sgl_fp8rl.engine.control.tied_head import tied_shape
 from sgl_fp8rl.engine.layers import routed_experts
 from sgl_fp8rl.engine.layers.quant_config import list_layers
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
+from sgl_fp8rl.protocol.manifest import TIED_HEAD
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver import code_sums, update_steps
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
@@ -83,19 +84,10 @@ def unknown(op: Any) -> str:
     return f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl on both sides"
 
 
-def _begin(request: ControlRequest) -> Reply:
-    """Run an update; the main process hears of its beginning by a reply of its own."""
-    return update_steps.run(request.host, request.weights, request.message)
-
-
 def _idle(request: ControlRequest) -> Reply:
     scheduler = request.scheduler
     idle = all(gather_results(partial(is_idle, scheduler), "a look", request.gather))
     return {"idle": idle, "paused": bool(scheduler._engine_paused)}
-
-
-def _layers(request: ControlRequest) -> Reply:
-    return {"layers": [asdict(layer) for layer in list_layers(request.weights.model)]}
 
 
 def _digest(request: ControlRequest) -> Reply:
@@ -118,16 +110,8 @@ def _digest_of_rank(weights: EngineWeights) -> Reply:
     }
 
 
-def _code_sums(request: ControlRequest) -> Reply:
-    return code_sums.read(request.weights, request.gather)
-
-
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _export_layout(request: ControlRequest) -> Reply:
-    return export.export_layout(request.weights, request.message, request.gather)
 
 
 def _export(request: ControlRequest) -> Reply:
@@ -197,12 +181,38 @@ def _layout(request: ControlRequest) -> Reply:
         "dtype": str(weights.dtype).removeprefix("torch."),
         **sources(weights.table, gather),
         "skipped": [] if weights.table is None else sorted(weights.table.skipped),
-        "tied": tied_shape(weights),
+        "tied": _tied_shape(weights),
         "gpus": [uuid for uuid, _ in seen if uuid],
         "visible_gpus": sorted(set.intersection(*(others for _, others in seen))),
         "kv_cache": kv_stats.layout(weights.kv),
         **_status(request),
     }
+
+
+def _tied_shape(weights: EngineWeights) -> list[int] | None:
+    """The shape of the embedding in a checkpoint, ``[V, H]``, where the model computes its logits
+    with it; None where an update brings a head of its own."""
+    model, table = weights.model, weights.table
+    if table is not None and table.routes.get(TIED_HEAD):
+        return None
+    embeddings = [m for m in model.modules() if isinstance(m, compat.Embedding)]
+    named = dict(model.named_parameters(remove_duplicate=False))
+    head = named.get(TIED_HEAD)
+    if head is None:
+        config = getattr(weights.model, "config", None)
+        configs = config, getattr(config, "text_config", None)
+        if not any(getattr(each, "tie_word_embeddings", False) for each in configs):
+            return None
+    else:
+        shared = [name for name, p in named.items() if p.data_ptr() == head.data_ptr()]
+        if len(shared) < 2:
+            return None
+        embeddings = [m for m in embeddings if m.weight.data_ptr() == head.data_ptr()]
+    if not embeddings:
+        return None
+    # a vision tower may have one of its own, of positions
+    embedding = max(embeddings, key=lambda each: each.org_vocab_size)
+    return [embedding.org_vocab_size, embedding.embedding_dim]
 
 
 def _gpus(device: torch.device) -> tuple[str, set[str]]:
@@ -211,12 +221,13 @@ def _gpus(device: torch.device) -> tuple[str, set[str]]:
 
 
 ANSWERS: dict[str, Callable[[ControlRequest], Reply]] = {
-    "begin": _begin,
+    # the main process hears of an update's beginning by a reply of its own
+    "begin": lambda asked: update_steps.run(asked.host, asked.weights, asked.message),
     "idle": _idle,
-    "layers": _layers,
+    "layers": lambda asked: {"layers": [asdict(each) for each in list_layers(asked.weights.model)]},
     "digest": _digest,
-    "code_sums": _code_sums,
-    "export_layout": _export_layout,
+    "code_sums": lambda asked: code_sums.read(asked.weights, asked.gather),
+    "export_layout": lambda asked: export.export_layout(asked.weights, asked.message, asked.gather),
     "export": _export,
     "kv": _kv,
     "kv_observe": _kv_observe,

@@ -17,12 +17,11 @@ from sgl_fp8rl.engine.control import (
     guards,
     kv_calibrate,
     memory_release,
-    output_stream,
+    retraction,
     scheduler,
 )
 from sgl_fp8rl.engine.cpu import cpu_platform
 from sgl_fp8rl.engine.layers import (
-    language_layers,
     linear,
     lost_rows,
     quant_config,
@@ -55,7 +54,7 @@ def activate() -> None:
         "ModelConfig._verify_quantization": loader.verify_model,
         "utils.get_model_architecture": loader.keep_mixtral,
         "loader.get_model_loader": loader.choose_loader,
-        "loader._initialize_model": language_layers.keep_towers_bf16,
+        "loader._initialize_model": quant_config.keep_towers_bf16,
         "parallel_state.init_model_parallel_group": cpu_platform.without_pynccl,
         "update_config.adjust_config_with_unaligned_cpu_tp": loader.without_padding,
         "ModelRunner.maybe_precompile_model_kernels_after_loading": startup.prepare,
@@ -73,7 +72,7 @@ def activate() -> None:
         "Sampler.forward": sampler.fast_sample,
         "SchedulerBatchResultProcessor.process_batch_result_prefill": lost_rows.fail_lost,
         "SchedulerBatchResultProcessor.process_batch_result_decode": lost_rows.fail_lost,
-        "SchedulerOutputStreamer.stream_output": output_stream.skip_empty,
+        "SchedulerOutputStreamer.stream_output": retraction.skip_empty,
         "Scheduler.handle_generate_request": guards.refuse_generation,
         "Scheduler.handle_embedding_request": guards.refuse_generation,
         "Scheduler.handle_rpc_request": scheduler.handle_rpc,

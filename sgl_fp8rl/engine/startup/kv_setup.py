@@ -177,17 +177,13 @@ def _prepare_decode(runner: Any, scales: QuantizedKV) -> None:
     )
 
 
-def attach(scales: QuantizedKV, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+def attach(scales: QuantizedKV, model: nn.Module, layers: Sequence[Any]) -> None:
     """Register the buffers with the model, and give each attention layer its share.
 
     Args:
         layers: in the order of their indices; layers of one ``layer_id`` share one.
     """
     model.fp8rl_kv = scales
-    indices = {layer_id: index for index, layer_id in enumerate(sorted({_id(la) for la in layers}))}
+    ids = sorted({layer.layer_id for layer in layers})
     for layer in layers:
-        layer.fp8rl_layer = scales.layer(indices[_id(layer)])  # type: ignore[assignment]
-
-
-def _id(layer: nn.Module) -> int:
-    return int(layer.layer_id)  # type: ignore[arg-type]
+        layer.fp8rl_layer = scales.layer(ids.index(layer.layer_id))

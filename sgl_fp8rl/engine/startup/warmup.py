@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.startup.compile_pool import process_limit, run_shares
 from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,10 @@ MAX_RUNNING_REQUESTS = 4096
 """SGLang's default limit of running requests."""
 LARGEST_SHARED = 4096
 """Above this M new tiles are rare: SGLang's own pass compiles those."""
+MAX_PROCESSES = 16
+PROCESS_BYTES = 1 << 30
+"""A CUDA context and its libraries, about 0.6 GB, rounded up."""
+TIMEOUT_S = 300.0
 
 Shape = tuple[int, int]
 """N, K of a weight on this rank."""
@@ -133,8 +137,12 @@ def compile_ahead(shapes: list[Shape], rows: list[int], device: int, folder: Pat
 
 
 def process_count(shapes: list[Shape], rows: list[int], device: int) -> int:
-    """How many processes compile these GEMMs."""
-    return process_limit(len(shapes) * len(rows), sum(_elements(shapes, rows)), device)
+    """How many processes compile these GEMMs: one per core, within half of the device's free
+    memory."""
+    free, _ = torch.cuda.mem_get_info(device)
+    bytes_each = PROCESS_BYTES + sum(_elements(shapes, rows))
+    gemms, cores = len(shapes) * len(rows), len(os.sched_getaffinity(0))
+    return min(MAX_PROCESSES, cores, gemms, free // 2 // bytes_each)
 
 
 def _elements(shapes: list[Shape], rows: list[int]) -> tuple[int, int, int]:
@@ -159,9 +167,37 @@ def _key(shapes: list[Shape], rows: list[int], device: int) -> str:
 
 
 def _run_shares(shapes: list[Shape], rows: list[int], device: int, processes: int) -> str | None:
-    """Run all shares; return the last output of a process that failed, or None."""
-    shares = [[index, processes, device, shapes, rows] for index in range(processes)]
-    return run_shares(__name__, shares)
+    """Run all shares side by side; return the last line of a process that failed, or None."""
+    # the children import from the same paths as this process
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    deadline = time.monotonic() + TIMEOUT_S
+    children: list[subprocess.Popen[str]] = []
+    failure = None
+    try:
+        for index in range(processes):
+            share = json.dumps([index, processes, device, shapes, rows])
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", __name__, share],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        for child in children:
+            said, _ = child.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            if child.returncode != 0:
+                failure = said.strip().rpartition("\n")[2] or f"exit status {child.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.communicate()
+    return failure
 
 
 def share_of(

@@ -14,9 +14,8 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.layers.language_layers import OUTSIDE, keep_towers_bf16
 from sgl_fp8rl.engine.layers.linear import FP8RLLinearMethod
-from sgl_fp8rl.engine.layers.quant_config import FP8RLConfig, list_layers
+from sgl_fp8rl.engine.layers.quant_config import OUTSIDE, FP8RLConfig, keep_towers_bf16, list_layers
 
 pytestmark = pytest.mark.usefixtures("publish", "one_rank")
 

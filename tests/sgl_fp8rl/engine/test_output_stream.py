@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_fp8rl.engine.control.output_stream import skip_empty
+from sgl_fp8rl.engine.control.retraction import skip_empty
 
 
 def request(tokens: int, *, retracted: bool = False, finished: bool = False) -> Any:

@@ -16,7 +16,7 @@ from sglang.srt.layers.quantization import fp8
 from torch import nn
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.startup import compile_pool, warmup
+from sgl_fp8rl.engine.startup import warmup
 from tests.sgl_fp8rl.conftest import Publish
 
 STOCK_SIZES = list(range(1, 16385))
@@ -201,14 +201,14 @@ def test_shares_make_the_whole() -> None:
 
 
 def test_processes_fit_into_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    each = compile_pool.PROCESS_BYTES + 64 * 12288 + 4096 * 12288 + 64 * 6144 * 2
+    each = warmup.PROCESS_BYTES + 64 * 12288 + 4096 * 12288 + 64 * 6144 * 2
     free = 2 * 3 * each
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 10 * free))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)))
     assert warmup.process_count(SHAPES, [64], 0) == 2  # no more than there are products
     assert warmup.process_count(SHAPES, [16, 32, 64], 0) == 3
     free *= 100
-    assert warmup.process_count(SHAPES, warmup.batch_sizes(4096), 0) == compile_pool.MAX_PROCESSES
+    assert warmup.process_count(SHAPES, warmup.batch_sizes(4096), 0) == warmup.MAX_PROCESSES
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
     assert warmup.process_count(SHAPES, [16, 32, 64], 0) == 1
 
