@@ -27,9 +27,18 @@ LISTEN_SCOPES = ("loopback", "any")
 NETWORKS = ("tcp", "nixl")
 
 
-def _option(help_: str, parse: Callable[[str], object] = str) -> dict[str, object]:
-    """Metadata of a field: its ``--help`` text, and the parser of its text form."""
-    return {"help": help_, "parse": parse}
+def _option(
+    default: Any,
+    help_: str,
+    parse: Callable[[str], object] = str,
+    *,
+    choices: tuple[str, ...] = (),
+    repr_: bool = True,
+) -> Any:
+    """A field: its default, its ``--help`` text, the parser of its text form, and its choices."""
+    told = f"{help_}: {', '.join(choices)}" if choices else help_
+    metadata = {"help": told, "parse": parse, "choices": choices}
+    return field(default=default, repr=repr_, metadata=metadata)
 
 
 def _parse_patterns(text: str) -> tuple[str, ...]:
@@ -44,55 +53,42 @@ class Fp8RLServerArgs:
         ValueError: a value is out of range; one sentence names the option and the remedy.
     """
 
-    bucket_bytes: int = field(
-        default=1 << 30,
-        metadata=_option("bytes of the update bucket; KiB, MiB, GiB", parse_size),
-    )
+    bucket_bytes: int = _option(1 << 30, "bytes of the update bucket; KiB, MiB, GiB", parse_size)
     """Bytes of shared memory for weights in flight; default 1 GiB.
 
     One half is filled while the other is applied; where one GPU would do both, a chunk takes all
     of it. A smaller bucket leaves more memory to the KV cache, a larger one saves round trips; a
     multiple of 512.
     """
-    ignored_layers: tuple[str, ...] = field(
-        default=(),
-        metadata=_option("layers that stay BF16: substrings or re:REGEX", _parse_patterns),
+    ignored_layers: tuple[str, ...] = _option(
+        (), "layers that stay BF16: substrings or re:REGEX", _parse_patterns
     )
     """Patterns of layers that stay BF16; default none. See ``server_args.matches``.
 
     In text form they are separated by spaces, since a regex may contain commas.
     """
-    format: str = field(
-        default="block-fp8",
-        metadata=_option(f"what layers keep their weights in: {', '.join(FORMATS)}"),
-    )
+    format: str = _option(FORMATS[0], "what layers keep their weights in", choices=FORMATS)
     """What layers keep their weights in; default ``"block-fp8"``.
 
     ``"block-fp8"``: one scale for each block of 128x128. ``"block-fp8-ue8m0"``: the same with
     scales that are powers of two, of activations too. ``"channel-fp8"``: one for each row, and
     one for each token. ``"int8"``: the same with INT8 codes.
     """
-    ragged: str = field(
-        default="pad",
-        metadata=_option(f"layers whose sizes are not multiples of 128: {', '.join(RAGGED)}"),
-    )
+    ragged: str = _option(RAGGED[0], "layers whose sizes are not multiples of 128", choices=RAGGED)
     """What becomes of a layer whose sides on a rank are not multiples of 128, where the format is
     block FP8; default ``"pad"``.
 
     ``"pad"``: it is FP8, in storage that zeros fill up to whole blocks, unless that is as large as
     BF16. ``"channel"``: it is channel FP8. ``"bf16"``: it stays BF16.
     """
-    kv_cache: str | None = field(
-        default=None, metadata=_option(f"format of an 8-bit KV cache: {', '.join(KV_CACHES)}")
-    )
+    kv_cache: str | None = _option(None, "format of an 8-bit KV cache", choices=KV_CACHES)
     """Format of an 8-bit KV cache; default none, where ``--kv-cache-dtype fp8_e4m3`` is ``"e4m3"``.
 
     ``"int8"``: a scale for each token and head, and K rotated. ``"e4m3"``: a scale for each layer,
     which follows the policy.
     """
-    kv_scheme: str = field(
-        default="engine",
-        metadata=_option(f"FP8 KV scales if an update has none: {', '.join(KV_SCHEMES)}"),
+    kv_scheme: str = _option(
+        KV_SCHEMES[0], "FP8 KV scales if an update has none", choices=KV_SCHEMES
     )
     """Where the scales of an FP8 KV cache come from if an update has none.
 
@@ -100,40 +96,29 @@ class Fp8RLServerArgs:
     update is refused. ``"unit"``: every scale is 1. Scales in an update are used under every
     scheme.
     """
-    kv_scales: str | None = field(
-        default=None, metadata=_option("JSON file of FP8 KV scales to start with")
-    )
+    kv_scales: str | None = _option(None, "JSON file of FP8 KV scales to start with")
     """JSON file with the initial scales, as the control message ``kv`` returns them."""
-    key: str | None = field(
-        default=None,
-        repr=False,
-        metadata=_option("shared secret of the control route; FP8RL_KEY hides it from ps"),
+    key: str | None = _option(
+        None, "shared secret of the control route; FP8RL_KEY hides it from ps", repr_=False
     )
     """Shared secret that a control request must carry as ``Authorization: Bearer KEY``.
 
     Default none; required if ``listen`` is ``"any"``. ``repr`` never shows it.
     """
-    listen: str = field(
-        default="loopback",
-        metadata=_option(f"who may send control requests: {', '.join(LISTEN_SCOPES)}"),
-    )
+    listen: str = _option(LISTEN_SCOPES[0], "who may send control requests", choices=LISTEN_SCOPES)
     """Peers that may use ``POST /fp8rl``; default ``"loopback"``: this host only.
 
     The route is on SGLang's own HTTP server, which may itself listen on every address. ``"any"``
     accepts every peer that has the key.
     """
-    network: str = field(
-        default="tcp",
-        metadata=_option(f"how weights come from another host: {', '.join(NETWORKS)}"),
-    )
+    network: str = _option(NETWORKS[0], "how weights come from another host", choices=NETWORKS)
     """How the chunks of a trainer on another host come; default ``"tcp"``.
 
     ``"nixl"``: the trainer writes them into the engine's host memory by NIXL, which uses RDMA
     where the network has it. All else, and what changed alone, goes over TCP.
     """
-    image_bytes: int = field(
-        default=0,
-        metadata=_option("largest update that may be sent as changes; KiB, MiB, GiB", parse_size),
+    image_bytes: int = _option(
+        0, "largest update that may be sent as changes; KiB, MiB, GiB", parse_size
     )
     """Bytes of the largest update of which a trainer on another host may send the changes alone;
     default 0, with which every update is whole.
@@ -141,9 +126,8 @@ class Fp8RLServerArgs:
     The trainer keeps as much, on its GPU if it has one. The changes are kept in the engine's host
     memory until they are written, at most as many bytes.
     """
-    session_timeout_s: float = field(
-        default=300.0,
-        metadata=_option("seconds of silence after which an update is abandoned", float),
+    session_timeout_s: float = _option(
+        300.0, "seconds of silence after which an update is abandoned", float
     )
     """Seconds without a message after which an update is abandoned; default 300.
 
@@ -168,15 +152,12 @@ class Fp8RLServerArgs:
                 check_pattern(pattern)
             except ValueError as error:
                 raise _invalid("ignored_layers", f"pattern {error}") from None
-        _check_choice("format", self.format, FORMATS)
-        _check_choice("ragged", self.ragged, RAGGED)
-        if self.kv_cache is not None:
-            _check_choice("kv_cache", self.kv_cache, KV_CACHES)
-        _check_choice("kv_scheme", self.kv_scheme, KV_SCHEMES)
+        for option in fields(self):
+            value, choices = getattr(self, option.name), option.metadata["choices"]
+            if choices and value != option.default and value not in choices:
+                raise _invalid(option.name, f"must be one of {', '.join(choices)}, not {value!r}")
         if self.kv_scales is not None and not _is_text(self.kv_scales):
             raise _invalid("kv_scales", f"must name a file, not {self.kv_scales!r}")
-        _check_choice("listen", self.listen, LISTEN_SCOPES)
-        _check_choice("network", self.network, NETWORKS)
         if self.key is not None and not _is_header_safe(self.key):
             raise _invalid("key", "must be printable ASCII without spaces, for an HTTP header")
         if self.listen == "any" and self.key is None:
@@ -303,11 +284,6 @@ def _text_of(value: object) -> str:
 
 def _invalid(option: str, problem: str) -> ValueError:
     return ValueError(f"{option} ({flag_name(option)}, {env_name(option)}) {problem}")
-
-
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise _invalid(option, f"must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _check_integer(option: str, value: object) -> None:
