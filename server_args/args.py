@@ -7,13 +7,13 @@ processes, which are spawned and so inherit nothing else.
 
 import math
 import os
+import re
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from server_args.layers import check_pattern
-from server_args.sizes import parse_size
 
 ENV_PREFIX = "FP8RL_"
 FLAG_PREFIX = "--fp8rl-"
@@ -25,6 +25,7 @@ FORMATS = ("block-fp8", "block-fp8-ue8m0", "channel-fp8", "int8")
 RAGGED = ("pad", "channel", "bf16")
 LISTEN_SCOPES = ("loopback", "any")
 NETWORKS = ("tcp", "nixl")
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def _option(
@@ -41,6 +42,14 @@ def _option(
     return field(default=default, repr=repr_, metadata=metadata)
 
 
+def _parse_size(text: str) -> int:
+    """``"512MiB"``, ``"1GiB"`` or ``"1048576"`` as a number of bytes."""
+    match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in UNITS:
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB or GiB")
+    return int(match[1]) * UNITS[match[2]]
+
+
 def _parse_patterns(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -53,7 +62,7 @@ class Fp8RLServerArgs:
         ValueError: a value is out of range; one sentence names the option and the remedy.
     """
 
-    bucket_bytes: int = _option(1 << 30, "bytes of the update bucket; KiB, MiB, GiB", parse_size)
+    bucket_bytes: int = _option(1 << 30, "bytes of the update bucket; KiB, MiB, GiB", _parse_size)
     """Bytes of shared memory for weights in flight; default 1 GiB.
 
     One half is filled while the other is applied; where one GPU would do both, a chunk takes all
@@ -118,7 +127,7 @@ class Fp8RLServerArgs:
     where the network has it. All else, and what changed alone, goes over TCP.
     """
     image_bytes: int = _option(
-        0, "largest update that may be sent as changes; KiB, MiB, GiB", parse_size
+        0, "largest update that may be sent as changes; KiB, MiB, GiB", _parse_size
     )
     """Bytes of the largest update of which a trainer on another host may send the changes alone;
     default 0, with which every update is whole.

@@ -26,10 +26,7 @@ from server_args import Fp8RLServerArgs, env_name
 
 @cache
 def current_options() -> Fp8RLServerArgs:
-    """The options as of the first call, or of the last ``read_options``.
-
-    Returns:
-        The same object until the environment is read again.
+    """The options as of the first call, or of the last ``read_options``: one object until then.
 
     Raises:
         ValueError: a variable cannot be parsed or is out of range.
@@ -40,9 +37,6 @@ def current_options() -> Fp8RLServerArgs:
 def read_options() -> Fp8RLServerArgs:
     """Read the environment again.
 
-    Returns:
-        The new options.
-
     Raises:
         ValueError: as ``current_options``.
     """
@@ -51,11 +45,7 @@ def read_options() -> Fp8RLServerArgs:
 
 
 def export_flags(options: Fp8RLServerArgs) -> None:
-    """Pass the options of a command line to child processes.
-
-    Args:
-        options: written to the environment of this process.
-    """
+    """Pass the options of a command line to child processes."""
     os.environ.update(options.to_env())
     read_options()
 
@@ -65,13 +55,11 @@ _exported: dict[str, tuple[str | None, str | None]] = {}
 
 
 def export_keywords(keywords: Mapping[str, Any]) -> Fp8RLServerArgs:
-    """Pass keywords to the processes that this engine spawns, but not to later engines.
+    """Pass keywords to the processes that this engine spawns, but not to later engines, and return
+    its options.
 
     Args:
         keywords: fields of ``Fp8RLServerArgs`` that override the environment; None removes one.
-
-    Returns:
-        The options of this engine.
 
     Raises:
         ValueError: a value is out of range; nothing of this engine is exported then.
