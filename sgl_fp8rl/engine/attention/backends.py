@@ -108,11 +108,7 @@ def choose(
 
 
 def check_pages(decode: str, page_size: int | None) -> None:
-    """Check that a backend decodes pages of this size.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that a backend decodes pages of this size."""
     if decode == TRTLLM_MHA and page_size not in PAGE_SIZES:
         raise ValueError(
             f"--page-size {page_size} is not supported by {TRTLLM_MHA}; drop it or use one of "
@@ -123,11 +119,7 @@ def check_pages(decode: str, page_size: int | None) -> None:
 def check(
     prefill: str | None, decode: str | None, capability: Capability, kv_format: str = E4M3
 ) -> None:
-    """Check that these backends apply KV scales; None is not selected yet.
-
-    Raises:
-        ValueError: one does not.
-    """
+    """Check that these backends apply KV scales; None is not selected yet."""
     scaled = scaled_backends(capability, kv_format)
     if not all(scaled.values()):
         raise ValueError(
@@ -185,13 +177,7 @@ def check_dtype(kv_cache_dtype: str | None) -> bool:
 
 
 def check_resolved(settings: Any, kv_format: str = E4M3) -> None:
-    """Check SGLang's arguments as it resolved them (``compat.settings``).
-
-    Raises:
-        ValueError: a backend cannot apply scales or has no such pages, a graph would hide the
-            prefill that measures them, the cache is split over ranks, or decode is to be
-            deterministic and is not.
-    """
+    """Check SGLang's arguments as it resolved them (``compat.settings``)."""
     both = settings.attention_backend
     prefill = settings.prefill_attention_backend or both
     decode = settings.decode_attention_backend or both

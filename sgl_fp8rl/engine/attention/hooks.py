@@ -14,9 +14,6 @@ from sgl_fp8rl.engine.cpu import cpu_kernels
 def wrap_attention(prefill: str, decode: str, model: Any) -> None:
     """Wrap what serves an 8-bit KV cache in this process: the attention backends, and where our
     kernel decodes the model's own modules.
-
-    Raises:
-        IncompatibleSGLangError: SGLang lacks a function to wrap.
     """
     hooks = {
         f"{compat.ATTENTION_BACKENDS[backend]}.forward_{phase}": kv_attention.HOOKS[backend][phase]
@@ -28,20 +25,12 @@ def wrap_attention(prefill: str, decode: str, model: Any) -> None:
 
 
 def wrap_plans() -> None:
-    """Wrap FlashInfer's planning of decode steps, of MLA too, in this process.
-
-    Raises:
-        IncompatibleSGLangError: SGLang lacks a function.
-    """
+    """Wrap FlashInfer's planning of decode steps, of MLA too, in this process."""
     wrap(dict.fromkeys(compat.FLASHINFER_PLANS, wait_for_copy))
 
 
 def wrap_kernels() -> None:
-    """Wrap what would launch a Triton kernel, in a process on the CPU platform.
-
-    Raises:
-        IncompatibleSGLangError: SGLang lacks the function.
-    """
+    """Wrap what would launch a Triton kernel, in a process on the CPU platform."""
     wrap(
         {
             compat.SHARED_EXPERT_GATE: cpu_kernels.gate_shared_expert,

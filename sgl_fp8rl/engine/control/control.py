@@ -142,11 +142,7 @@ class Control:
         return begun
 
     def _relay(self) -> Relay:
-        """Listens for a trainer on another host.
-
-        Raises:
-            ControlError: the server's address cannot be listened at; nothing began.
-        """
+        """Listens for a trainer on another host."""
         try:
             return Relay(self._settings.host, self.options.session_timeout_s, self._memories)
         except OSError as error:

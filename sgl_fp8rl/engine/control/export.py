@@ -147,11 +147,7 @@ def _add(writer: CheckpointWriter, name: str, shape: tuple[int, ...], ranks: lis
 
 
 def _assemble(name: str, shape: tuple[int, ...], ranks: list[Parts]) -> dict[str, torch.Tensor]:
-    """One HF tensor, and its scales, of the boxes of all ranks; several may hold the same box.
-
-    Raises:
-        ValueError: the ranks do not hold all of it.
-    """
+    """One HF tensor, and its scales, of the boxes of all ranks; several may hold the same box."""
     boxes: dict[str, dict[Region, torch.Tensor]] = {"": {}}
     for parts in ranks:
         for suffix, found in parts.items():

@@ -39,11 +39,7 @@ def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any
 
 
 def check_copies(scheduler: Any) -> None:
-    """Check, once graphs are captured, that SGLang knows of no copies that updates would not reach.
-
-    Raises:
-        ValueError: it does, and says of which.
-    """
+    """Check, once graphs are captured, that SGLang knows of no copies that updates do not reach."""
     weights = scheduler_weights(scheduler)
     if weights is not None and (why := compat.derived_weight_error(weights.model)) is not None:
         raise ValueError(f"quantization fp8rl cannot update this engine: {why}")

@@ -33,11 +33,7 @@ def cap_logits(_: Any, logits_MV: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def refuse_launch(_: Any, kernel: Any, grid: Any) -> Any:
-    """AROUND ``KernelInterface.__getitem__``, which each launch of a Triton kernel goes through.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """AROUND ``KernelInterface.__getitem__``, which each launch of a Triton kernel goes through."""
     while hasattr(kernel, "fn"):  # of tuners and the compiler, around a Python function
         kernel = kernel.fn
     raise RuntimeError(
@@ -47,11 +43,7 @@ def refuse_launch(_: Any, kernel: Any, grid: Any) -> Any:
 
 
 def check_attention(model: nn.Module) -> None:
-    """Check that torch_native attention computes what the layers of ``model`` ask for.
-
-    Raises:
-        ValueError: a layer caps its attention logits, which torch_native ignores.
-    """
+    """Check that torch_native attention computes what the layers of ``model`` ask for."""
     for layer in model.modules():
         if isinstance(layer, compat.RadixAttention) and layer.logit_cap:
             raise ValueError(

@@ -101,11 +101,7 @@ class FP8RLUE8M0LinearMethod(FP8RLLinearMethod):
 
 
 def check_activations(format_: WeightFormat, dtype: torch.dtype | None) -> None:
-    """Check that a layer's activations can be quantized: our kernels round scales of BF16 alone.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Check that a layer's activations can be quantized: our kernels round scales of BF16 alone."""
     if format_.power_of_two_scales and dtype is torch.float16 and torch.cuda.is_available():
         raise ValueError(
             f"an FP16 model cannot be served in {format_.name} on a GPU; add --dtype bfloat16, or "
@@ -114,11 +110,7 @@ def check_activations(format_: WeightFormat, dtype: torch.dtype | None) -> None:
 
 
 def check_stock_kernels(format_: WeightFormat) -> None:
-    """Check that SGLang's own operators may compute a layer: they round no scales up.
-
-    Raises:
-        RuntimeError: they may not.
-    """
+    """Check that SGLang's own operators may compute a layer: they round no scales up."""
     if format_.power_of_two_scales:
         raise RuntimeError(
             f"SGLang's kernels, which run in a compiled model and for unusual experts, do not "
@@ -163,9 +155,6 @@ def keep_storage(post_process: Any, layer: Any, name: str) -> None:
 
     Updates write into the storage that captured CUDA graphs read, in the layout that routes were
     recorded for; a repacked layout would be corrupted by the next update.
-
-    Raises:
-        RuntimeError: an address, dtype or scale layout changed.
     """
     if all(parameter.device.type == "cpu" for parameter in layer.parameters()):
         return  # SGLang's CPU post-processing packs for AMX; ours computes on the plain layout

@@ -20,11 +20,7 @@ class QuantizationName:
 
     @classmethod
     def from_config(cls, config: Any = None) -> NoReturn:
-        """Refuse to make a model without our hooks.
-
-        Raises:
-            IncompatibleSGLangError: always.
-        """
+        """Refuse to make a model without our hooks."""
         raise compat.IncompatibleSGLangError(
             f"SGLang {compat.sglang_version()} makes an fp8rl model in a process where it did not "
             f"publish the engine's arguments to sgl-fp8rl; start the engine by sglang serve, "

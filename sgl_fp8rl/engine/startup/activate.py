@@ -128,11 +128,7 @@ def _leave_torchrun() -> None:
 
 
 def _refuse_shadows() -> None:
-    """Check that the generic package names are ours.
-
-    Raises:
-        ValueError: another file of that name comes first on the import path.
-    """
+    """Check that the generic package names are ours."""
     import server_args
     import trainer_bridge
 

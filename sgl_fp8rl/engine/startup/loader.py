@@ -151,11 +151,7 @@ def without_padding(original: Any, model_config: Any, *args: Any) -> Any:
 
 
 def verify_model(original: Any, model_config: Any) -> None:
-    """AROUND ``ModelConfig._verify_quantization``: refuse at start what cannot be served right.
-
-    Raises:
-        ValueError: the model's attention is a kind of MLA that updates do not know.
-    """
+    """AROUND ``ModelConfig._verify_quantization``: refuse at start what cannot be served right."""
     if model_config.quantization != NAME:
         original(model_config)
         return

@@ -56,11 +56,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Fill in what lengths are drawn by; check numbers, and what does not go together.
-
-    Raises:
-        WorkloadError: one makes no sense.
-    """
+    """Fill in what lengths are drawn by; check numbers, and what does not go together."""
     given = [name for name in DRAWN if getattr(arguments, name) is not None]
     if arguments.lengths and given:
         option = given[0].replace("_", "-")

@@ -22,11 +22,7 @@ TOKENS = {"cuda": 4096, "cpu": 1024}
 
 
 def check(options: Namespace) -> None:
-    """Check numbers and the device.
-
-    Raises:
-        ValueError: one makes no sense here.
-    """
+    """Check numbers and the device."""
     if options.budget_kl is not None and not 0 <= options.budget_kl < math.inf:
         raise ValueError(f"--budget-kl is {options.budget_kl}; pass a number of nats, 0 or more")
     if options.tokens is not None and options.tokens < 1:
