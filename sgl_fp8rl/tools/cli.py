@@ -18,19 +18,7 @@ from sgl_fp8rl.tools.precision import arguments as precision
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     arguments = _parser().parse_args(argv)
-    if arguments.command == "doctor":
-        return doctor.run(arguments.json)
-    if arguments.command == "kv-report":
-        return _kv_report(arguments)
-    if arguments.command == "precision":
-        return precision.run(arguments)
-    if arguments.command == "export":
-        return _export(arguments)
-    if arguments.command == "follow":
-        return _follow(arguments)
-    if arguments.command == "plan":
-        return plan.run(arguments)
-    return _print_layers(arguments.model, arguments.tp, arguments.json)
+    return int(RUN[arguments.command](arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,15 +123,8 @@ def _export(arguments: argparse.Namespace) -> int:
     from trainer_bridge.engines.engine_client import EngineError
 
     try:
-        print(
-            export.run(
-                arguments.source,
-                arguments.output,
-                arguments.ignored_layers,
-                arguments.tp,
-                arguments.format,
-            )
-        )
+        given = arguments.ignored_layers, arguments.tp, arguments.format
+        print(export.run(arguments.source, arguments.output, *given))
     except (EngineError, ImportError, OSError, ValueError, SafetensorError) as error:
         sys.exit(f"sgl-fp8rl export: {error}")
     return 0
@@ -156,7 +137,6 @@ def _follow(arguments: argparse.Namespace) -> int:
     from trainer_bridge.engines.engine_client import EngineError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-
     try:
         follow(
             arguments.folder,
@@ -172,10 +152,21 @@ def _follow(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_layers(model: str, tp_size: int, as_json: bool) -> int:
-    layers = read_layers(model, tp_size)
-    print(json.dumps({"layers": layers}, indent=2) if as_json else render_layers(layers))
+def _layers(arguments: argparse.Namespace) -> int:
+    layers = read_layers(arguments.model, arguments.tp)
+    print(json.dumps({"layers": layers}, indent=2) if arguments.json else render_layers(layers))
     return 0
+
+
+RUN = {
+    "doctor": lambda arguments: doctor.run(arguments.json),
+    "export": _export,
+    "follow": _follow,
+    "kv-report": _kv_report,
+    "layers": _layers,
+    "plan": plan.run,
+    "precision": precision.run,
+}
 
 
 if __name__ == "__main__":

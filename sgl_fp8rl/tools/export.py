@@ -96,8 +96,7 @@ def run(
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     policy = "".join(f", {name} {value}" for name, value in found.policy.items())
     return (
-        f"{output}: {len(matrices) - len(bf16)} {found.format} and {len(bf16)} other "
-        f"matrices, "
+        f"{output}: {len(matrices) - len(bf16)} {found.format} and {len(bf16)} other matrices, "
         f"{manifest.nbytes / (1 << 30):.2f} GiB{policy}"
     )
 
@@ -187,12 +186,6 @@ def _from_engine(address: str, output: Path) -> Source:
 
 def _copy_files(source: Path, target: Path) -> None:
     """Tokenizer, generation config and whatever else lies beside the weights."""
-    for file in source.iterdir():
-        hidden = file.name.startswith(".")
-        if (
-            file.is_file()
-            and not hidden
-            and file.name != CONFIG
-            and not file.name.endswith(WEIGHT_FILES)
-        ):
+    for file in source.glob("[!.]*"):
+        if file.is_file() and file.name != CONFIG and not file.name.endswith(WEIGHT_FILES):
             shutil.copyfile(file, target / file.name)
