@@ -12,8 +12,7 @@ from typing import Any
 from benchmarks.engines.keywords import FULL
 from benchmarks.engines.models import MODELS, config, save_config
 from benchmarks.tables.markdown import grid
-from sgl_fp8rl.tools.plan import command, memory, shape
-from sgl_fp8rl.tools.plan.speed import ARMS
+from sgl_fp8rl.tools.plan import command, shape, speed
 
 FLAGS = "--samples 512 --prompt-tokens 1024 --response-tokens 4000 --max-response-tokens 20000"
 NAMES = ("stock-bf16", "fp8rl", "fp8rl-kv8")
@@ -58,14 +57,14 @@ def errors(figures: Mapping[str, Any]) -> str:
 
 def capacities(_: Any) -> str:
     """What an engine holds that has the GPU to itself; nothing of it was measured."""
-    free = memory.idle_bytes(memory.H100)
-    arms = [arm for arm in ARMS if arm.name in NAMES]
+    free = speed.idle_bytes(speed.H100)
+    arms = [arm for arm in speed.ARMS if arm.name in NAMES]
     lines = []
     for model, of in MODELS.items():
         size = shape.of(config(of))
         for where, tp in GPUS:
             fits = [
-                memory.kv_tokens(free, size, arm, tp, FULL["mem_fraction_static"]) for arm in arms
+                speed.kv_tokens(free, size, arm, tp, FULL["mem_fraction_static"]) for arm in arms
             ]
             cells = [f"{tokens:,}" if tokens > 0 else "does not fit" for tokens in fits]
             lines.append([f"{model}, {where}", *cells])

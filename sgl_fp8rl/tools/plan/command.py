@@ -5,7 +5,7 @@ import math
 import sys
 from pathlib import Path
 
-from sgl_fp8rl.tools.plan import memory, report, schedule, shape
+from sgl_fp8rl.tools.plan import report, schedule, shape, speed
 from sgl_fp8rl.tools.plan.schedule import WorkloadError
 
 DRAWN = {"samples": 512, "prompt_tokens": 1024, "response_tokens": 4000, "sigma": 0.8}
@@ -25,7 +25,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     """Those of ``sgl-fp8rl plan``."""
     plan.add_argument("model", help="folder of the model, or its config.json")
     plan.add_argument(
-        "--gpu", choices=[memory.H200, memory.H100], default=memory.H200, help="default h200"
+        "--gpu", choices=[speed.H200, speed.H100], default=speed.H200, help="default h200"
     )
     plan.add_argument("--gpus", type=int, default=1, help="GPUs that serve (default 1)")
     plan.add_argument("--tp", type=int, default=1, help="GPUs of an engine (default 1)")
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         cluster = report.Cluster(
             arguments.gpu,
-            memory.idle_bytes(arguments.gpu) - arguments.reserved_gib * memory.GIB,
+            speed.idle_bytes(arguments.gpu) - arguments.reserved_gib * speed.GIB,
             arguments.gpus,
             arguments.tp,
             arguments.mem_fraction_static,

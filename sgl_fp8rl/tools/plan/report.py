@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from sgl_fp8rl.tables import align
-from sgl_fp8rl.tools.plan import memory, schedule, speed
+from sgl_fp8rl.tools.plan import schedule, speed
 from sgl_fp8rl.tools.plan.schedule import Request, WorkloadError
 from sgl_fp8rl.tools.plan.shape import Shape
 
@@ -18,7 +18,7 @@ class Cluster:
     """What serves.
 
     Args:
-        gpu: ``memory.H200``, or another one, whose times are not known.
+        gpu: ``speed.H200``, or another one, whose times are not known.
         gpus: all of them; each engine takes ``tp``.
         free_bytes: of each GPU, without what a trainer keeps while the engines run.
         fraction: ``mem_fraction_static``; None for what SGLang's estimate leaves.
@@ -65,8 +65,8 @@ def predictions(shape: Shape, requests: Sequence[Request], cluster: Cluster) -> 
         )
     share = busiest(requests, cluster.engines)
     longest = max(request.prompt + request.limit for request in requests)
-    fraction = cluster.fraction or memory.mem_fraction_static(free, tp, cluster.chunk, len(share))
-    tokens = {arm: memory.kv_tokens(free, shape, arm, tp, fraction) for arm in speed.ARMS}
+    fraction = cluster.fraction or speed.mem_fraction_static(free, tp, cluster.chunk, len(share))
+    tokens = {arm: speed.kv_tokens(free, shape, arm, tp, fraction) for arm in speed.ARMS}
     largest = max(tokens.values())
     if largest <= longest:
         what = (
@@ -74,7 +74,7 @@ def predictions(shape: Shape, requests: Sequence[Request], cluster: Cluster) -> 
             f"{largest}"
             if largest > 0
             else f"the model does not fit: its weights take "
-            f"{shape.weight_bytes(fp8=True) / memory.GIB:.0f} GiB in FP8"
+            f"{shape.weight_bytes(fp8=True) / speed.GIB:.0f} GiB in FP8"
         )
         raise schedule.DoesNotFitError(
             f"{what}; give an engine more GPUs (--gpus, --tp) or memory (--mem-fraction-static, "
@@ -104,7 +104,7 @@ def untimed(shape: Shape, cluster: Cluster) -> list[str]:
     reasons = {
         "models with experts": bool(shape.experts),
         "engines of several GPUs": cluster.tp > 1,
-        "other GPUs than an H200": cluster.gpu != memory.H200,
+        "other GPUs than an H200": cluster.gpu != speed.H200,
     }
     return [what for what, is_so in reasons.items() if is_so]
 

@@ -1,4 +1,5 @@
-"""Ways to serve, and the time of their decode steps and prefills on one H200.
+"""Ways to serve, what memory they leave to the KV cache, and the time of their decode steps and
+prefills on one H200.
 
 A step reads the weights and multiplies by them, reads the KV cache, and has costs in each layer and
 for each sequence. Each cost is a quantity that the shape gives, times a coefficient of the way to
@@ -7,10 +8,10 @@ that was not measured with today's kernels has none.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ from sgl_fp8rl.tools.plan.shape import BF16, BF16_BYTES, Shape
 FIGURES = Path(__file__).with_name("nvidia-h200.json")
 PEAK_BF16, PEAK_FP8 = 989e9, 1979e9
 """Operations in a millisecond, of NVIDIA's data sheet of the H200 SXM: the unit of arithmetic."""
+MIB, GIB = 1 << 20, 1 << 30
+MOST_IN_GRAPH = 1024
+"""Sequences of the largest CUDA graph for which room is left."""
+H200, H100 = "h200", "h100"
+H100_BYTES = 79.18 * GIB
+"""What CUDA 13 reports of an H100 80GB HBM3, driver 580."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,40 @@ def figures() -> dict[str, Any]:
     return stored
 
 
+def idle_bytes(gpu: str) -> float:
+    """Free on a GPU before anything runs."""
+    measured: float = figures()["idle_bytes"]
+    return measured if gpu == H200 else H100_BYTES
+
+
+def mem_fraction_static(free_bytes: float, tp: int, chunk: int, requests: int) -> float:
+    """What leaves an engine room for activations and CUDA graphs, as SGLang estimates them
+    (``ServerArgs._handle_gpu_memory_settings``, 0.5.17), of the memory that is free when it starts.
+    SGLang's own choice takes the whole GPU for free.
+
+    Args:
+        tp: GPUs of the engine.
+        chunk: ``chunked_prefill_size``.
+        requests: that the engine is given.
+    """
+    mib = 512 + 1.5 * max(chunk, 2048) + 128 * tp + 2 * min(requests, MOST_IN_GRAPH)
+    room = max(mib, 10 * 1024) * MIB / max(free_bytes, 1.0)
+    return max(math.floor(1e3 * (1 - room)) / 1e3, 0.0)
+
+
+def kv_tokens(free_bytes: float, shape: Shape, arm: Arm, tp: int, fraction: float) -> int:
+    """Tokens of the KV cache of an engine; at most 0 where not even the weights fit.
+
+    Args:
+        free_bytes: of a GPU when the engine starts.
+        tp: GPUs of the engine.
+        fraction: the engine's ``mem_fraction_static``.
+    """
+    static = fraction * free_bytes - arm.own_bytes
+    held = shape.weight_bytes(arm.fp8) / tp
+    return int((static - held) / shape.kv_token_bytes(arm.kv_cache, tp))
+
+
 def weights_ms(arm: Arm, shape: Shape, batch: int, compute: float, bytes_ms: float) -> float:
     """Reading the weights and multiplying by them, which overlap in part.
 
@@ -76,7 +117,7 @@ def weights_ms(arm: Arm, shape: Shape, batch: int, compute: float, bytes_ms: flo
     held = shape.linear_bytes(arm.fp8) + shape.head_weights * BF16_BYTES
     peak = PEAK_FP8 if arm.fp8 else PEAK_BF16
     flops = shape.linear_weights / peak + shape.head_weights / PEAK_BF16
-    return hypot(held / bytes_ms, compute * 2.0 * batch * flops)
+    return math.hypot(held / bytes_ms, compute * 2.0 * batch * flops)
 
 
 def decode_quantities(

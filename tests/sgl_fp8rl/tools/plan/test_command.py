@@ -10,12 +10,12 @@ import pytest
 from benchmarks.engines import models
 from sgl_fp8rl.protocol.kv_schema import E4M3
 from sgl_fp8rl.tools import cli
-from sgl_fp8rl.tools.plan import memory, report, shape, speed
+from sgl_fp8rl.tools.plan import report, shape, speed
 from sgl_fp8rl.tools.plan.schedule import DoesNotFitError, Request, lognormal
 
 QWEN = shape.of(models.config(models.MODELS["qwen3-8b"]))
 MOE = shape.of(models.config(models.MODELS["qwen3-30b-a3b"]))
-FREE = memory.idle_bytes(memory.H200)
+FREE = speed.idle_bytes(speed.H200)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_what_was_not_measured_is_said(
 
 
 def test_models_with_experts_have_no_times_and_dense_ones_scaled_ones() -> None:
-    asked, cluster = [Request(1000, 1000, 1000)] * 8, report.Cluster(memory.H200, FREE)
+    asked, cluster = [Request(1000, 1000, 1000)] * 8, report.Cluster(speed.H200, FREE)
     found = report.predictions(MOE, asked, cluster)
     assert not any(each.outcome for each in found)
     printed = report.render(MOE, asked, cluster, found)
@@ -88,7 +88,7 @@ def test_flags_are_those_of_sglang() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    small = report.Cluster(memory.H200, FREE / 2)
+    small = report.Cluster(speed.H200, FREE / 2)
     asked = [Request(1000, 1000, 1000)] * 8
     with pytest.raises(DoesNotFitError, match="the model does not fit: its weights take"):
         report.predictions(MOE, asked, replace(small, free_bytes=FREE / 2 - 60e9))
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_a_limit_holds_requests_back() -> None:
     """SGLang reserves memory by ``max_new_tokens``, of each request its own."""
-    cluster = report.Cluster(memory.H200, 45e9)
+    cluster = report.Cluster(speed.H200, 45e9)
     running = []
     for limit in (1000, 4000):
         best, *_ = report.predictions(QWEN, [Request(1000, 1000, limit)] * 400, cluster)

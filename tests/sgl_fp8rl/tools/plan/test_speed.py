@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks import plan as fit
 from benchmarks.engines import models
-from sgl_fp8rl.tools.plan import memory, shape, speed
+from sgl_fp8rl.tools.plan import shape, speed
 
 QWEN = shape.of(models.config(models.MODELS["qwen3-8b"]))
-FREE = memory.idle_bytes(memory.H200)
+FREE = speed.idle_bytes(speed.H200)
 WORST_STEP, WORST_PREFILL = 0.11, 0.085
 """Of loads that were left out: 10.5% and 7.9%."""
 CAPACITY = 1e-3
@@ -76,7 +76,7 @@ def test_capacities_of_other_engines(file: str, model: str, arms: list[str]) -> 
     of = shape.of(models.config(models.SHAPES[model]))
     found = fit.medians(file, model)
     for name in arms:
-        held = memory.kv_tokens(FREE, of, fit.ARMS[name], 1, 0.88)
+        held = speed.kv_tokens(FREE, of, fit.ARMS[name], 1, 0.88)
         assert held == pytest.approx(found[name, "capacity"]["kv_tokens"], rel=CAPACITY), name
 
 
@@ -84,22 +84,22 @@ def test_a_trainer_beside_the_engine_leaves_room_for_activations() -> None:
     """As much room as without it, so less of what is free; a longer chunk takes more."""
 
     def room(reserved: float, chunk: int = 8192, requests: int = 512) -> float:
-        fraction = memory.mem_fraction_static(FREE - reserved, 1, chunk, requests)
-        return (1 - fraction) * (FREE - reserved) / memory.MIB
+        fraction = speed.mem_fraction_static(FREE - reserved, 1, chunk, requests)
+        return (1 - fraction) * (FREE - reserved) / speed.MIB
 
     # SGLang's default on a whole H200 is 0.903 (0.5.17), with graphs of 256
-    assert memory.mem_fraction_static(FREE, 1, 8192, 256) == pytest.approx(0.903, abs=0.005)
-    step = 1e-3 * FREE / memory.MIB  # that it is rounded by
+    assert speed.mem_fraction_static(FREE, 1, 8192, 256) == pytest.approx(0.903, abs=0.005)
+    step = 1e-3 * FREE / speed.MIB  # that it is rounded by
     assert room(60e9) == pytest.approx(room(0.0), abs=step)
     assert room(60e9) == pytest.approx(512 + 1.5 * 8192 + 128 + 2 * 512, abs=step)
     assert room(0.0, chunk=16384) - room(0.0) == pytest.approx(1.5 * 8192, abs=step)
     assert room(0.0, chunk=2048) == pytest.approx(10 * 1024, abs=step)
-    assert room(0.0, requests=10**6) == room(0.0, requests=memory.MOST_IN_GRAPH)
-    assert memory.mem_fraction_static(0.0, 1, 8192, 512) == 0.0
+    assert room(0.0, requests=10**6) == room(0.0, requests=speed.MOST_IN_GRAPH)
+    assert speed.mem_fraction_static(0.0, 1, 8192, 512) == 0.0
 
 
 def test_a_trainer_beside_the_engine_takes_from_the_kv_cache() -> None:
     arm = speed.ARMS[-1]
-    free = [memory.kv_tokens(FREE - reserved, QWEN, arm, 1, 0.8) for reserved in (0.0, 40e9)]
+    free = [speed.kv_tokens(FREE - reserved, QWEN, arm, 1, 0.8) for reserved in (0.0, 40e9)]
     taken = 0.8 * 40e9 / QWEN.kv_token_bytes(arm.kv_cache)
     assert free[0] - free[1] == pytest.approx(taken, rel=1e-3)
