@@ -5,7 +5,6 @@ through them. The BF16 model is never whole in engine memory.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.compat.log_filter import without_line
 from sgl_fp8rl.engine.control.attached import attach
-from sgl_fp8rl.engine.layers.quant_config import LayerFormat, list_layers
 from sgl_fp8rl.engine.startup.kv_setup import attach_kv_scales, load_kv_scales
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
@@ -64,7 +62,6 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         load_kv_scales(kv, options.kv_scales)
         postprocess(model)
         engine_weights.check_addresses()
-        log_layer_formats(model)
 
     def _load(
         self,
@@ -102,7 +99,6 @@ class FP8RLDummyLoader(compat.DummyModelLoader):  # type: ignore[misc]
         weights = EngineWeights(model, model_config.dtype, kv, self._options)
         weights.quarantine("the engine was started with dummy weights; send a complete update")
         attach(model, weights)
-        log_layer_formats(model)
         return model  # type: ignore[no-any-return]
 
 
@@ -178,22 +174,3 @@ def postprocess(model: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if method is not None:
             method.process_weights_after_loading(module)
-
-
-def log_layer_formats(model: nn.Module) -> None:
-    """Log which layers are padded, and at the level of debugging what each one is."""
-    layers = list_layers(model)
-    if padded := [layer for layer in layers if layer.unpadded]:
-        logger.info(
-            "fp8rl: %d layers are padded to whole blocks, by %.1f MB of zeros: %s",
-            len(padded),
-            sum(layer.padding_bytes for layer in padded) / 1e6,
-            "; ".join(f"{count} x {what}" for what, count in Counter(map(_padded, padded)).items()),
-        )
-    for layer in layers:
-        logger.debug("fp8rl: %s %s %s", layer.name, layer.format, layer.reason or "")
-
-
-def _padded(layer: LayerFormat) -> str:
-    stored, held = ("x".join(map(str, shape)) for shape in (layer.shape, layer.unpadded or ()))
-    return f"{layer.name.rpartition('.')[2]} {held} in {stored}"

@@ -1,4 +1,4 @@
-"""What a start says of an fp8rl engine: one line, and nothing of scales that it does not use."""
+"""What a start says of an fp8rl engine, and nothing of scales that it does not use."""
 
 import logging
 from collections import Counter
@@ -8,7 +8,7 @@ from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.compat.log_filter import without_line
 from sgl_fp8rl.engine.control.attached import weights_of
 from sgl_fp8rl.engine.cpu import cpu_platform
-from sgl_fp8rl.engine.layers.quant_config import list_layers
+from sgl_fp8rl.engine.layers.quant_config import LayerFormat, list_layers
 from sgl_fp8rl.formats import UNQUANTIZED, counted
 from sgl_fp8rl.receiver.kv.quantized import QuantizedKV
 from sgl_fp8rl.receiver.kv.scales import KVScales
@@ -49,6 +49,18 @@ def log_start(model: Any) -> None:
         getattr(model, "fp8rl_kernels", stock),
         _kv_cache(kv),
     )
+    if padded := [layer for layer in layers if layer.unpadded]:
+        logger.info(
+            "fp8rl: %d layers are padded to whole blocks, by %.1f MB of zeros: %s",
+            len(padded),
+            sum(layer.padding_bytes for layer in padded) / 1e6,
+            "; ".join(f"{count} x {what}" for what, count in Counter(map(_padded, padded)).items()),
+        )
+
+
+def _padded(layer: LayerFormat) -> str:
+    stored, held = ("x".join(map(str, shape)) for shape in (layer.shape, layer.unpadded or ()))
+    return f"{layer.name.rpartition('.')[2]} {held} in {stored}"
 
 
 def _kv_cache(kv: QuantizedKV | None) -> str:

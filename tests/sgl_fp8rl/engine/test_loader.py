@@ -11,7 +11,7 @@ from torch import nn
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.control.attached import weights_of
-from sgl_fp8rl.engine.startup import loader
+from sgl_fp8rl.engine.startup import loader, start_log
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.padding import Shard, fit, pad_storage
 from sgl_fp8rl.formats.weight_format import TensorSpec
@@ -52,8 +52,11 @@ def test_a_loader_hands_the_options_on(load_format: str, monkeypatch: pytest.Mon
     assert weights is not None and weights.options is current_options()
 
 
-def test_a_start_says_what_is_padded(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_says_what_is_padded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Module()
+    monkeypatch.setattr(compat, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
     for index in range(2):
         padding, _ = fit(BLOCK_FP8, [Shard(576), Shard(192), Shard(192)], Shard(576))
         assert padding is not None
@@ -66,7 +69,7 @@ def test_a_start_says_what_is_padded(caplog: pytest.LogCaptureFixture) -> None:
         model.get_submodule(f"layers_{index}").add_module("qkv_proj", layer)
     model.add_module("down_proj", nn.Linear(4, 4))
     with caplog.at_level("INFO"):
-        loader.log_layer_formats(model)
+        start_log.log_start(model)
     (said,) = (record.message for record in caplog.records if "padded" in record.message)
     # 1152 * 640 - 960 * 576 bytes each
     for word in ("2 layers", "0.4 MB", "2 x qkv_proj 960x576 in 1152x640"):
