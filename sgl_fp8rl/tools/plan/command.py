@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from sgl_fp8rl.tools.plan import report, schedule, shape, speed
-from sgl_fp8rl.tools.plan.schedule import WorkloadError
+from sgl_fp8rl.tools.plan.shape import PlanError
 
 DRAWN = {"samples": 512, "prompt_tokens": 1024, "response_tokens": 4000, "sigma": 0.8}
 """What lengths are drawn by, where no file has them."""
@@ -60,14 +60,14 @@ def check(arguments: argparse.Namespace) -> None:
     given = [name for name in DRAWN if getattr(arguments, name) is not None]
     if arguments.lengths and given:
         option = given[0].replace("_", "-")
-        raise WorkloadError(f"--lengths has the samples of a run; drop --{option}")
+        raise PlanError(f"--lengths has the samples of a run; drop --{option}")
     vars(arguments).update({name: DRAWN[name] for name in DRAWN if name not in given})
     for name, (least, most) in BOUNDS.items():
         value = getattr(arguments, name)
         if value is not None and not least <= value <= most:
             at_most = "" if most == math.inf else f" and at most {most:g}"
             option = name.replace("_", "-")
-            raise WorkloadError(f"--{option} is {value}; it must be at least {least}{at_most}")
+            raise PlanError(f"--{option} is {value}; it must be at least {least}{at_most}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,6 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
             print(report.as_json(found))
         else:
             print(report.render(model, requests, cluster, found))
-    except (shape.UnknownModelError, WorkloadError, schedule.DoesNotFitError) as error:
+    except PlanError as error:
         sys.exit(f"sgl-fp8rl plan: {error}")
     return 0

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 
 from sgl_fp8rl.tables import align
 from sgl_fp8rl.tools.plan import schedule, speed
-from sgl_fp8rl.tools.plan.schedule import Request, WorkloadError
-from sgl_fp8rl.tools.plan.shape import Shape
+from sgl_fp8rl.tools.plan.schedule import Request
+from sgl_fp8rl.tools.plan.shape import PlanError, Shape
 
 HEADER = ("way", "GPUs", "KV tokens")
 TIMED = ("running", "step ms", "rollout s", "tail s", "retracted", "tokens/s")
@@ -52,14 +52,13 @@ def predictions(shape: Shape, requests: Sequence[Request], cluster: Cluster) -> 
     """Every way whose engines hold the model and the longest request, the fastest first.
 
     Raises:
-        DoesNotFitError: there is none.
-        WorkloadError: engines cannot have as many GPUs.
+        PlanError: there is none, or engines cannot have as many GPUs.
     """
     free, tp = cluster.free_bytes, cluster.tp
     if tp > cluster.gpus:
-        raise WorkloadError(f"--tp {tp} needs more than --gpus {cluster.gpus}; give it --gpus {tp}")
+        raise PlanError(f"--tp {tp} needs more than --gpus {cluster.gpus}; give it --gpus {tp}")
     if not shape.is_divisible(tp):
-        raise WorkloadError(
+        raise PlanError(
             f"--tp {tp} does not divide the model's {shape.heads} heads, {shape.kv_heads} KV heads "
             f"and MLP of {shape.intermediate}; give one that does"
         )
@@ -76,7 +75,7 @@ def predictions(shape: Shape, requests: Sequence[Request], cluster: Cluster) -> 
             else f"the model does not fit: its weights take "
             f"{shape.weight_bytes(fp8=True) / speed.GIB:.0f} GiB in FP8"
         )
-        raise schedule.DoesNotFitError(
+        raise PlanError(
             f"{what}; give an engine more GPUs (--gpus, --tp) or memory (--mem-fraction-static, "
             f"--reserved-gib)"
         )

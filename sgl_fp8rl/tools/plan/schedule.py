@@ -16,6 +16,8 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
+from sgl_fp8rl.tools.plan.shape import PlanError
+
 SEED = 0
 CLIP = 4096
 """New tokens of a request that SGLang reserves memory for, at most."""
@@ -25,14 +27,6 @@ RETRACT_STEPS = 20
 """Steps that the share leaves room for after a retraction."""
 TAIL = 0.25
 """Of the largest batch: with fewer requests, the engine is in the tail of the rollout."""
-
-
-class WorkloadError(ValueError):
-    """A workload that cannot be read."""
-
-
-class DoesNotFitError(ValueError):
-    """A request alone needs more KV cache than there is."""
 
 
 class Request(NamedTuple):
@@ -58,19 +52,19 @@ def logged(path: Path, limit: int | None) -> list[Request]:
         limit: ``max_new_tokens``; None for the longest answer.
 
     Raises:
-        WorkloadError: they say something else, or an answer is longer than the limit.
+        PlanError: they say something else, or an answer is longer than the limit.
     """
     form = '{"prompt_tokens": N, "response_tokens": N}'
     try:
         found = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         samples = [(each["prompt_tokens"], each["response_tokens"]) for each in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WorkloadError(f"{path} is not lines of {form}: {error!r}") from None
+        raise PlanError(f"{path} is not lines of {form}: {error!r}") from None
     if not samples or any(type(each) is not int or each < 1 for both in samples for each in both):
-        raise WorkloadError(f"{path} has no lines of {form} with N of at least 1")
+        raise PlanError(f"{path} has no lines of {form} with N of at least 1")
     longest = max(response for _, response in samples)
     if limit is not None and limit < longest:
-        raise WorkloadError(
+        raise PlanError(
             f"{path} has an answer of {longest} tokens; give --max-response-tokens at least that"
         )
     return [Request(*each, longest if limit is None else limit) for each in samples]
@@ -211,7 +205,7 @@ class _Simulation:
             self.running.remove(sample)
             self.held -= sample.held
             if not self.running:
-                raise DoesNotFitError(
+                raise PlanError(
                     f"a request of {sum(sample.request[:2])} tokens does not fit into a KV cache "
                     f"of {self.engine.kv_tokens} tokens; give the engine more memory"
                 )
@@ -240,7 +234,7 @@ def simulate(engine: Engine, requests: Sequence[Request]) -> Outcome:
     """One rollout.
 
     Raises:
-        DoesNotFitError: the KV cache is too small for one of them.
+        PlanError: the KV cache is too small for one of them.
     """
     simulation = _Simulation(engine, deque(map(_Sample, requests)))
     while simulation.waiting or simulation.running:
@@ -249,7 +243,7 @@ def simulate(engine: Engine, requests: Sequence[Request]) -> Outcome:
             simulation.decode()
         elif simulation.waiting:
             prompt = simulation.waiting[0].request.prompt
-            raise DoesNotFitError(
+            raise PlanError(
                 f"a prompt of {prompt} tokens does not fit into a KV cache of "
                 f"{engine.kv_tokens} tokens; give the engine more memory"
             )

@@ -18,8 +18,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of decoders whose layers all are attention and one MLP, or one set of experts."""
 
 
-class UnknownModelError(ValueError):
-    """A model that ``plan`` has no formula for."""
+class PlanError(ValueError):
+    """A model that ``plan`` has no formula for, a workload that cannot be read, or one that does
+    not fit."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,17 @@ def read(model: str) -> Shape:
     """The shape of a model in a folder, or of a ``config.json``.
 
     Raises:
-        UnknownModelError: it cannot be read, or is of a family without a formula.
+        PlanError: it cannot be read, or is of a family without a formula.
     """
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
         return of(json.loads(path.read_text()))
-    except UnknownModelError as error:
-        raise UnknownModelError(f"{path}: {error}") from None
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         other = "" if path.exists() else f", or download it: hf download {model} config.json"
-        raise UnknownModelError(
+        raise PlanError(
             f"{path} is not the config.json of a model ({type(error).__name__}: {error}); name a "
             f"folder that has one{other}"
         ) from None
@@ -107,16 +108,16 @@ def of(config: Any) -> Shape:
 
     Raises:
         KeyError: it lacks a size.
-        UnknownModelError: there is no formula for its family.
+        PlanError: there is no formula for its family.
     """
     if not isinstance(config, dict):
         raise TypeError("it is not a JSON object")
     family = config.get("model_type")
     if family not in FAMILIES or config.get("quantization_config"):
         what = f"model_type {family!r}" if family not in FAMILIES else "a quantized checkpoint"
-        raise UnknownModelError(f"plan has no formula for {what}; it knows {', '.join(FAMILIES)}")
+        raise PlanError(f"plan has no formula for {what}; it knows {', '.join(FAMILIES)}")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise UnknownModelError("plan has no formula for layers with and without experts")
+        raise PlanError("plan has no formula for layers with and without experts")
     heads = _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
     experts = _size(config, "num_experts", "num_local_experts", least=0, default=0)
@@ -140,5 +141,5 @@ def _size(config: dict[str, Any], *names: str, least: int = 1, default: int | No
     if size is None:
         raise KeyError(name)
     if type(size) is not int or size < least:
-        raise UnknownModelError(f"{name} is {size!r}; it must be an integer of at least {least}")
+        raise PlanError(f"{name} is {size!r}; it must be an integer of at least {least}")
     return size

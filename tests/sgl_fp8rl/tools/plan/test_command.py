@@ -11,7 +11,8 @@ from benchmarks.engines import models
 from sgl_fp8rl.protocol.kv_schema import E4M3
 from sgl_fp8rl.tools import cli
 from sgl_fp8rl.tools.plan import report, shape, speed
-from sgl_fp8rl.tools.plan.schedule import DoesNotFitError, Request, lognormal
+from sgl_fp8rl.tools.plan.schedule import Request, lognormal
+from sgl_fp8rl.tools.plan.shape import PlanError
 
 QWEN = shape.of(models.config(models.MODELS["qwen3-8b"]))
 MOE = shape.of(models.config(models.MODELS["qwen3-30b-a3b"]))
@@ -90,9 +91,9 @@ def test_flags_are_those_of_sglang() -> None:
 def test_what_does_not_fit_is_said() -> None:
     small = report.Cluster(speed.H200, FREE / 2)
     asked = [Request(1000, 1000, 1000)] * 8
-    with pytest.raises(DoesNotFitError, match="the model does not fit: its weights take"):
+    with pytest.raises(PlanError, match="the model does not fit: its weights take"):
         report.predictions(MOE, asked, replace(small, free_bytes=FREE / 2 - 60e9))
-    with pytest.raises(DoesNotFitError, match="a request of up to 10001000 tokens does"):
+    with pytest.raises(PlanError, match="a request of up to 10001000 tokens does"):
         report.predictions(MOE, [Request(1000, 1000, 10**7)], small)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from sgl_fp8rl.tools.plan import schedule
-from sgl_fp8rl.tools.plan.schedule import DoesNotFitError, Engine, Request, simulate
+from sgl_fp8rl.tools.plan.schedule import Engine, Request, simulate
+from sgl_fp8rl.tools.plan.shape import PlanError
 from tests.sgl_fp8rl.tools.plan import schedule_oracle
 
 CHUNK = 300
@@ -81,7 +82,7 @@ def test_more_memory_never_takes_longer() -> None:
 
 @pytest.mark.parametrize("tokens", [50, 200])
 def test_what_never_fits_is_said(tokens: int) -> None:
-    with pytest.raises(DoesNotFitError, match=f"{tokens} tokens; give the engine more memory"):
+    with pytest.raises(PlanError, match=f"{tokens} tokens; give the engine more memory"):
         simulate(engine_of(tokens), [Request(100, 300, 300)])
 
 

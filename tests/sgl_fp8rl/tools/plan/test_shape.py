@@ -14,7 +14,7 @@ from sgl_fp8rl.ops.kv import STATS, Cache, store_kv
 from sgl_fp8rl.ops.paged_decode import pack_token_scales
 from sgl_fp8rl.protocol.kv_schema import E4M3, INT8
 from sgl_fp8rl.tools.plan import shape
-from sgl_fp8rl.tools.plan.shape import BF16, UnknownModelError
+from sgl_fp8rl.tools.plan.shape import BF16, PlanError
 
 SMALL: dict[str, Any] = {
     "hidden_size": 256,
@@ -99,7 +99,7 @@ def test_bytes_of_int8_are_those_of_the_store(name: str, tp: int) -> None:
 )
 def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "qwen3"} | change))
-    with pytest.raises(UnknownModelError, match=why):
+    with pytest.raises(PlanError, match=why):
         shape.read(str(tmp_path))
 
 
@@ -107,9 +107,9 @@ def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], why: s
 def test_what_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UnknownModelError, match=r"is not the config.json of a model"):
+    with pytest.raises(PlanError, match=r"is not the config.json of a model"):
         shape.read(str(path))
-    with pytest.raises(UnknownModelError, match=r"absent"):
+    with pytest.raises(PlanError, match=r"absent"):
         shape.read(str(tmp_path / "absent"))
-    with pytest.raises(UnknownModelError, match=r"hf download Qwen/Qwen3-8B config\.json"):
+    with pytest.raises(PlanError, match=r"hf download Qwen/Qwen3-8B config\.json"):
         shape.read("Qwen/Qwen3-8B")
