@@ -14,7 +14,6 @@ import torch
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.control.attached import scheduler_weights, weights_of
 from sgl_fp8rl.engine.control.retraction import refuse_waiting
-from sgl_fp8rl.receiver.engine_weights import EngineWeights
 
 
 async def release_when_idle(original: Any, manager: Any, *args: Any, **kw: Any) -> Any:
@@ -71,7 +70,7 @@ def release(original: Any, updater: Any, request: Any) -> Any:
         weights.waiting.append(request)
         return None
     output = original(updater, request)
-    _note(weights, updater)
+    weights.released_tags = frozenset(updater.offload_tags)
     if weights.released:
         weights.quarantine("the weights' memory was released; resume it and send a complete update")
     return output
@@ -97,7 +96,7 @@ def resume(original: Any, updater: Any, request: Any) -> Any:
     if not request.tags:
         return compat.ResumeMemoryOccupationReqOutput()
     output = original(updater, request)
-    _note(weights, updater)
+    weights.released_tags = frozenset(updater.offload_tags)
     return output
 
 
@@ -112,7 +111,3 @@ def continue_served(original: Any, scheduler: Any, request: Any) -> Any:
 
 def _tags(request: Any) -> list[str]:
     return list(request.tags or compat.GPU_MEMORY_ALL_TYPES)
-
-
-def _note(weights: EngineWeights, updater: Any) -> None:
-    weights.released_tags = frozenset(updater.offload_tags)

@@ -7,7 +7,6 @@ which producer feeds which layer costs only time: a layer that finds nothing qua
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +86,9 @@ def _fused_forward(
     original = producer._forward_method or producer._resolve_forward_method()
     if original != producer.forward_cuda:
         return None
+    options = {"within": within, "power_of_two": power_of_two}
     if type(producer) is compat.SiluAndMul:
-        return _FusedSiluMul(original, within, power_of_two)
+        return _fused_silu_mul(original, options)
     weight = producer.weight
     plain = (
         producer.variance_size_override is None
@@ -98,53 +98,42 @@ def _fused_forward(
         and weight.dtype == torch.bfloat16
         and (within is not None or weight.numel() % BLOCK == 0)
     )
-    options = {"by_row": by_row, "within": within, "power_of_two": power_of_two}
-    return _FusedNorm(original, producer, options) if plain else None
+    return _fused_norm(original, producer, {**options, "by_row": by_row}) if plain else None
 
 
-class _FusedNorm:
+def _fused_norm(
+    original: Callable[..., Any], norm: Any, options: dict[str, Any]
+) -> Callable[..., Any]:
     """``RMSNorm.forward_cuda``; unusual calls go to the original."""
+    from sgl_fp8rl.ops.activation_triton import rms_norm_quantize
 
-    def __init__(self, original: Callable[..., Any], norm: Any, options: dict[str, Any]) -> None:
-        from sgl_fp8rl.ops.activation_triton import rms_norm_quantize
-
-        self.original = original
-        self.norm = norm
-        self.within = options["within"]
-        self.kernel: Callable[..., Any] = partial(rms_norm_quantize, **options)
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, *args: Any, **kwargs: Any
+    def forward(
+        x: torch.Tensor, residual: torch.Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         extra = any(value is not None for value in (*args, *kwargs.values()))
         if extra or not _is_plain(x) or not (residual is None or _matches(residual, x)):
-            return _unfused(self.original, x, residual, *args, **kwargs)
-        weight, eps = self.norm.weight.data, self.norm.variance_epsilon
-        y, quantized = self.kernel(x, weight, eps, residual)
-        attach(y, quantized, self.within)
+            return _unfused(original, x, residual, *args, **kwargs)
+        weight, eps = norm.weight.data, norm.variance_epsilon
+        y, quantized = rms_norm_quantize(x, weight, eps, residual, **options)
+        attach(y, quantized, options["within"])
         return y if residual is None else (y, residual)
 
+    return forward
 
-class _FusedSiluMul:
+
+def _fused_silu_mul(original: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """``SiluAndMul.forward_cuda``; unusual calls go to the original."""
+    from sgl_fp8rl.ops.activation_triton import silu_mul_quantize
 
-    def __init__(
-        self, original: Callable[..., Any], within: Channels | None, power_of_two: bool
-    ) -> None:
-        from sgl_fp8rl.ops.activation_triton import silu_mul_quantize
-
-        self.original = original
-        self.within = within
-        options: dict[str, Any] = {"within": within, "power_of_two": power_of_two}
-        self.kernel: Callable[..., Any] = partial(silu_mul_quantize, **options)
-
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        whole = self.within is not None or x.shape[-1] % (2 * BLOCK) == 0
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        whole = options["within"] is not None or x.shape[-1] % (2 * BLOCK) == 0
         if args or kwargs or not _is_plain(x) or not whole:
-            return _unfused(self.original, x, *args, **kwargs)
-        y, quantized = self.kernel(x)
-        attach(y, quantized, self.within)
+            return _unfused(original, x, *args, **kwargs)
+        y, quantized = silu_mul_quantize(x, **options)
+        attach(y, quantized, options["within"])
         return y
+
+    return forward
 
 
 def _unfused(original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

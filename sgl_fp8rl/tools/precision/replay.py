@@ -8,6 +8,7 @@ Shapes: B sequences, L tokens of the longest, T measured tokens of all, H hidden
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +48,8 @@ class Replay:
         self._head = model.get_output_embeddings().weight.detach().float()
         self._record()
         self._tokens_T = torch.cat([batch.tokens_BL[:, 1:][batch.measured] for batch in batches])
-        self._logits = [
-            part.clone() for part in self._logits_of(self._run(self._inputs[-1], self.layers))
-        ]
+        last_TH = self._run(self._inputs[-1], self.layers)
+        self._logits = [part_TV.clone() for part_TV in self._logits_of(last_TH)]
         if not all(bool(part.isfinite().all()) for part in self._logits):
             raise ValueError("the model's own logits are NaN or Inf; check its weights")
 
@@ -94,35 +94,28 @@ class Replay:
 
     def _compared(self, hidden_TH: torch.Tensor) -> Divergence:
         """Divergence of the logits from these last hidden states."""
-        found: list[torch.Tensor] = []
-        at = 0
-        for ours_TV, changed_TV in zip(self._logits, self._logits_of(hidden_TH), strict=True):
-            tokens_T = self._tokens_T[at : at + len(ours_TV)]
-            at += len(ours_TV)
-            found.append(torch.stack(token_divergence(ours_TV, changed_TV, tokens_T)))
-        kl_T, k3_T = torch.cat(found, dim=1)
-        return Divergence.of_tokens(kl_T, k3_T)
+        tokens = self._tokens_T.split([len(part_TV) for part_TV in self._logits])
+        parts = zip(self._logits, self._logits_of(hidden_TH), tokens, strict=True)
+        kls, k3s = zip(*(token_divergence(*part) for part in parts), strict=True)
+        return Divergence.of_tokens(torch.cat(kls), torch.cat(k3s))
 
     @torch.inference_mode()
     def _record(self) -> None:
         """Store the inputs of each layer, by layer and batch."""
 
-        def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note(index: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, *others = args
             self._inputs[index].append(hidden)
             self._arguments[index].append((tuple(others), kwargs))
 
+        def note_last(_: Any, __: Any, output: torch.Tensor) -> None:
+            self._inputs[-1].append(output)
+
         hooks = [
-            layer.register_forward_pre_hook(
-                lambda _, args, kwargs, index=index: before(index, args, kwargs), with_kwargs=True
-            )
+            layer.register_forward_pre_hook(partial(note, index), with_kwargs=True)
             for index, layer in enumerate(self._layers)
         ]
-        hooks.append(
-            self._layers[-1].register_forward_hook(
-                lambda _, __, output: self._inputs[-1].append(output)
-            )
-        )
+        hooks.append(self._layers[-1].register_forward_hook(note_last))
         try:
             for batch in self._batches:
                 # right padding, which a causal model ignores: no mask
@@ -144,12 +137,8 @@ class Replay:
                     self._layers[index](hidden, *args, **kwargs)
                     for hidden, (args, kwargs) in zip(hiddens, self._arguments[index], strict=True)
                 ]
-        return torch.cat(
-            [
-                hidden[:, :-1][batch.measured]
-                for hidden, batch in zip(hiddens, self._batches, strict=True)
-            ]
-        )
+        pairs = zip(hiddens, self._batches, strict=True)
+        return torch.cat([hidden[:, :-1][batch.measured] for hidden, batch in pairs])
 
     @torch.inference_mode()
     def _logits_of(self, hidden_TH: torch.Tensor) -> Iterator[torch.Tensor]:
