@@ -33,17 +33,8 @@ class Call(NamedTuple):
 
     def attend(self, q: torch.Tensor, k: Any, v: Any) -> torch.Tensor:
         """By SGLang's own function, which stores nothing."""
-        out = self.original(
-            self.backend,
-            q,
-            k,
-            v,
-            self.layer,
-            self.forward_batch,
-            save_kv_cache=False,
-            **self.kwargs,
-        )
-        return out  # type: ignore[no-any-return]
+        given = self.backend, q, k, v, self.layer, self.forward_batch
+        return self.original(*given, save_kv_cache=False, **self.kwargs)  # type: ignore[no-any-return]
 
     @property
     def scores(self) -> tuple[float, int | None, float, torch.Tensor | None]:

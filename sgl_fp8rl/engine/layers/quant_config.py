@@ -19,7 +19,6 @@ from sgl_fp8rl.engine.layers import linear, moe
 from sgl_fp8rl.engine.layers.quant_name import overrides
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
 from sgl_fp8rl.formats.padding import padding_of
-from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.options import current_options
 
 ABSORBED = "kv_b_proj"
@@ -187,35 +186,21 @@ def list_layers(model: nn.Module) -> list[LayerFormat]:
         weight = own.get(attribute)
         if weight is None or weight.dim() < 2:
             continue
-        format_, shape = stored_format(attribute, own), tuple(weight.shape)
+        format_, shape, padding = stored_format(attribute, own), weight.shape, padding_of(weight)
+        reason = None
         if format_ is UNQUANTIZED:
             reason = getattr(module, "fp8rl_reason", None) or _kind_reason(name, module)
-            layers.append(LayerFormat(name, format_.name, reason, shape))
-        else:
-            layers.append(_quantized(name, format_, module, weight))
+        unpadded = None if padding is None else (*shape[:-2], *padding.unpadded)
+        zeros = sum(map(_padding_bytes, own.values()))
+        layers.append(LayerFormat(name, format_.name, reason, tuple(shape), unpadded, zeros))
     return layers
 
 
-def _quantized(
-    name: str, format_: WeightFormat, module: nn.Module, weight: torch.Tensor
-) -> LayerFormat:
-    shape, padding = tuple(weight.shape), padding_of(weight)
-    return LayerFormat(
-        name,
-        format_.name,
-        None,
-        shape,
-        None if padding is None else (*shape[:-2], *padding.unpadded),
-        _padding_bytes(module),
-    )
-
-
-def _padding_bytes(module: nn.Module) -> int:
-    padded = [(p, padding) for p in module.parameters(recurse=False) if (padding := padding_of(p))]
-    return sum(
-        p.nbytes - p.nbytes // math.prod(padding.shape) * math.prod(padding.unpadded)
-        for p, padding in padded
-    )
+def _padding_bytes(parameter: nn.Parameter) -> int:
+    padding, size = padding_of(parameter), parameter.nbytes
+    if padding is None:
+        return 0
+    return size - size // math.prod(padding.shape) * math.prod(padding.unpadded)
 
 
 def _kind_reason(name: str, module: nn.Module) -> str:

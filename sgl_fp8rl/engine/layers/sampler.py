@@ -39,17 +39,9 @@ def fast_sample(
     sampling, sampling masks, watermarks, and log-probabilities of other tokens or before the
     temperature. Like SGLang's own path this does not synchronize.
     """
-    stock = partial(
-        original,
-        sampler,
-        logits_output,
-        sampling_info,
-        return_logprob,
-        top_logprobs_nums,
-        token_ids_logprobs,
-        positions,
-        **more,
-    )
+    of_tokens = top_logprobs_nums, token_ids_logprobs
+    given = sampler, logits_output, sampling_info, return_logprob, *of_tokens, positions
+    stock = partial(original, *given, **more)
     if compat.get_model_args().quantization != NAME:
         return stock()
     logits_BV = logits_output.next_token_logits
