@@ -110,7 +110,7 @@ ATTRIBUTES: dict[str, str] = {
     "sglang.srt.configs.load_config.LoadFormat": "AUTO DUMMY SAFETENSORS",
     "sglang.srt.configs.model_config.AttentionArch": "MLA",
     "sglang.srt.configs.model_config.ModelConfig": (
-        "attention_arch dtype get_num_kv_heads get_total_num_kv_heads hf_config is_draft_model "
+        "attention_arch dtype get_num_kv_heads get_total_num_kv_heads hf_config "
         "is_hybrid_swa quantization vocab_size"
     ),
     "sglang.srt.model_loader.loader.DefaultModelLoader": "load_model load_weights_and_postprocess",

@@ -181,7 +181,7 @@ class Control:
             await asyncio.sleep(poll_s)
         return begun
 
-    async def _watch(self, was_paused: bool, sockets: Sequence[str] = ()) -> None:
+    async def _watch(self, was_paused: bool, sockets: Sequence[str]) -> None:
         """Wait for the schedulers to end the session, however it ends, and generate again."""
         try:
             self._ended = await self._schedulers.receive(self.options.session_timeout_s, sockets)

@@ -106,14 +106,10 @@ def choose_loader(original: Any, load_config: Any, model_config: Any = None) -> 
     """AROUND ``get_model_loader``: the quantization implies the loader.
 
     Raises:
-        ValueError: a load format that cannot quantize on the way in, or a draft model.
+        ValueError: a load format that cannot quantize on the way in.
     """
     if model_config is None or model_config.quantization != NAME:
         return original(load_config, model_config)
-    if getattr(model_config, "is_draft_model", False):
-        raise ValueError(
-            "quantization fp8rl cannot update draft models yet; start without speculative decoding"
-        )
     formats = compat.LoadFormat
     if load_config.load_format == formats.DUMMY:
         return FP8RLDummyLoader(load_config, current_options())
