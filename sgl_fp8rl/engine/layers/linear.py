@@ -1,19 +1,40 @@
-"""The FP8 linear: SGLang's own block-FP8 method on storage whose addresses never change."""
+"""The quantized linears: SGLang's own methods on storage whose addresses never change."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.gemm import linear as gemm
-from sgl_fp8rl.engine.layers.channel import FP8RLChannelLinearMethod, FP8RLInt8LinearMethod
-from sgl_fp8rl.engine.layers.layer_method import LayerMethod
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, CHANNEL_FP8, INT8, mark, marked_format
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, pad_storage
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.activation import Channels
+from sgl_fp8rl.ops.channel import channel_linear
 from sgl_fp8rl.ops.reference import fp8_linear
+
+
+class LayerMethod:
+    """What our methods share: a layer goes to another one with the sizes and loaders that SGLang
+    asked for. A mixin; ``create_weights`` remembers its arguments in these."""
+
+    sizes: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def hand_over(self, layer: Any, method: Any, **options: Any) -> None:
+        """Give the layer another method, and its weights in the place of those that it has."""
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+            delattr(layer, name)
+        layer.quant_method = method
+        method.create_weights(layer, *self.sizes, **self.options | options)
+
+    def keep_bf16(self, layer: Any, reason: str) -> None:
+        """Give the layer BF16 weights."""
+        layer.fp8rl_reason = reason
+        # SGLang chose the loader by the name of our class; BF16 parameters need the other
+        loader = layer.weight_loader
+        self.hand_over(layer, compat.UnquantizedLinearMethod(), weight_loader=loader)
 
 
 class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[misc]
@@ -98,6 +119,67 @@ class FP8RLUE8M0LinearMethod(FP8RLLinearMethod):
     """With scales that are powers of two, of the activations too."""
 
     format = BLOCK_FP8_UE8M0
+
+
+class _Transposed(NamedTuple):
+    """What SGLang's ``apply`` reads of a layer."""
+
+    weight: torch.Tensor
+    """``[K, N]``."""
+    weight_scale: torch.Tensor
+
+
+class _ChannelLinear(LayerMethod):
+    """SGLang's own ``w8a8_fp8`` and ``w8a8_int8`` on fixed storage: codes in ``weight`` [N, K],
+    scales in ``weight_scale`` [N, 1] FP32.
+
+    SGLang's methods transpose the weight once it is loaded; here it stays ``[N, K]``, where updates
+    write, and each call is given the transposed view.
+    """
+
+    format: WeightFormat
+
+    def __init__(self, quant_config: Any, prefix: str) -> None:
+        super().__init__(quant_config)  # type: ignore[call-arg]
+        self.prefix = prefix
+        self.quant_config = quant_config  # SGLang's DeepSeek and GLM read it of shared experts
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        cols, rows = input_size_per_partition, output_partition_sizes
+        self.sizes, self.options = (cols, rows, *args), kwargs
+        reason = self.format.refusal(rows, cols)
+        if reason is not None:
+            self.keep_bf16(layer, reason)
+            return
+        super().create_weights(layer, cols, rows, *args, **kwargs)  # type: ignore[misc]
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Nothing is repacked."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if layer.weight.device.type == "cpu":
+            return channel_linear(x, layer.weight, layer.weight_scale, bias)
+        seen = _Transposed(layer.weight.t(), layer.weight_scale)
+        return super().apply(seen, x, bias)  # type: ignore[misc, no-any-return]
+
+
+class FP8RLChannelLinearMethod(_ChannelLinear, compat.W8A8Fp8LinearMethod):  # type: ignore[misc]
+    """Channel FP8."""
+
+    format = CHANNEL_FP8
+
+
+class FP8RLInt8LinearMethod(_ChannelLinear, compat.W8A8Int8LinearMethod):  # type: ignore[misc]
+    """INT8."""
+
+    format = INT8
 
 
 def check_activations(format_: WeightFormat, dtype: torch.dtype | None) -> None:

@@ -14,7 +14,7 @@ from server_args import Fp8RLServerArgs
 from server_args.args import FORMATS
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.control import export
-from sgl_fp8rl.engine.layers import channel, linear, moe, quant_config
+from sgl_fp8rl.engine.layers import linear, moe, quant_config
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, CHANNEL_FP8, CHOICES, INT8
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.states import State
@@ -110,7 +110,7 @@ def test_a_ragged_layer_goes_to_channel_fp8(
 ) -> None:
     settings = config(monkeypatch, ragged="channel")
     layer = created(linear.FP8RLLinearMethod(settings, "a"), *sizes)
-    assert isinstance(layer.quant_method, channel.FP8RLChannelLinearMethod)
+    assert isinstance(layer.quant_method, linear.FP8RLChannelLinearMethod)
     assert layer.weight.shape == (sum(sizes[0]), sizes[1])
     names = {name for name, _ in layer.named_parameters()}
     assert names == {"weight", "weight_scale"}
