@@ -66,16 +66,10 @@ NEWER_UPDATES = {
     f"{UPDATER}.end_weight_update": "EndWeightUpdateReqOutput",
 }
 """As ``STOCK_UPDATES``, of versions after 0.5.17."""
-HARMLESS_UPDATES = frozenset(
-    {
-        "destroy_weights_update_group",
-        "flush_cache_after_weight_update",
-        "get_weights_by_name",
-        "init_weights_update_group",
-        "record_weight_version_after_update",
-        "save_remote_model",
-        "save_sharded_model",
-    }
+HARMLESS_UPDATES = (
+    *("destroy_weights_update_group", "init_weights_update_group", "get_weights_by_name"),
+    *("flush_cache_after_weight_update", "record_weight_version_after_update"),
+    *("save_remote_model", "save_sharded_model"),
 )
 """Methods of SGLang's weight updater that change no weights and are not wrapped."""
 _KERNELS = "sglang.kernels.ops"

@@ -1,8 +1,8 @@
 """What a request must be before an engine takes it: a bad value costs that request alone.
 
 The scheduler decodes a request by the types of its fields and ends the engine at another one, so
-kinds of values are checked in the main process, which has not sent it yet. Token ids are checked in
-the scheduler, whatever they came through.
+kinds of values are checked in the main process, which has not sent it yet; SGLang answers their
+``ValueError`` with status 400. Token ids are checked in the scheduler, whatever they came through.
 """
 
 import copy
@@ -29,11 +29,7 @@ OPAQUE = ("mm_inputs", "mm_data_mooncake", "time_stats")
 
 def check_kinds(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) -> Any:
     """AROUND ``TokenizerManager.generate_request``: refuse token ids and sampling parameters of a
-    wrong kind.
-
-    Raises:
-        ValueError: SGLang answers it with status 400.
-    """
+    wrong kind."""
     if is_fp8rl(manager.server_args):
         given = obj.sampling_params
         reasons = map(why_not_sampling, given if isinstance(given, list) else [given])
@@ -82,11 +78,7 @@ def _fault_of(given: Mapping[str, Any]) -> str | None:
 
 def check_fields(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) -> Any:
     """AROUND ``TokenizerManager._create_tokenized_object``: refuse what the scheduler could not
-    decode.
-
-    Raises:
-        ValueError: SGLang answers it with status 400.
-    """
+    decode."""
     if not is_fp8rl(manager.server_args):
         return original(manager, obj, *args, **kw)
     try:

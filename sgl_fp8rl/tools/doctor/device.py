@@ -6,14 +6,11 @@ also fail on a planted fault.
 
 import importlib
 import subprocess
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from itertools import product
 
 from sgl_fp8rl.tools.doctor import seams
 from sgl_fp8rl.tools.doctor.check import Check
-
-if TYPE_CHECKING:
-    from sgl_fp8rl.tools.doctor.selftest import Float64
 
 
 def check_device() -> Iterator[Check]:
@@ -83,21 +80,21 @@ def check_numerics() -> Iterator[Check]:
             yield Check("block FP8 on cuda", "ok", f"not checked: {refused}")
         else:
             devices.append("cuda")
-    for device in devices:
-        yield _verdict(f"block FP8 on {device}", selftest.quantize_and_read, device)
-        yield _verdict(f"update on {device}", selftest.update_and_read, device)
-
-
-def _verdict(name: str, read: "Callable[[str], list[Float64]]", device: str) -> Check:
-    selftest = importlib.import_module("sgl_fp8rl.tools.doctor.selftest")
-    try:
-        readings = read(device)
-    except ValueError as error:  # what was quantized is finite
-        return Check(name, "fail", f"the values are not what E4M3 gives: {error}")
-    wrong = sum(map(selftest.count_wrong, readings))
-    total = sum(reading.size for reading in readings)
-    if wrong:
-        return Check(name, "fail", f"{wrong} of {total} values are not what E4M3 gives")
-    if not all(map(selftest.sees_faults, readings)):
-        return Check(name, "fail", "the comparison missed a planted fault; report this as a bug")
-    return Check(name, "ok", f"{total} of {total} values exact; planted faults are detected")
+    reads = {"block FP8": selftest.quantize_and_read, "update": selftest.update_and_read}
+    for device, (what, read) in product(devices, reads.items()):
+        name = f"{what} on {device}"
+        try:
+            readings = read(device)
+        except ValueError as error:  # what was quantized is finite
+            yield Check(name, "fail", f"the values are not what E4M3 gives: {error}")
+            continue
+        wrong = sum(map(selftest.count_wrong, readings))
+        total = sum(reading.size for reading in readings)
+        if wrong:
+            yield Check(name, "fail", f"{wrong} of {total} values are not what E4M3 gives")
+        elif not all(map(selftest.sees_faults, readings)):
+            problem = "the comparison missed a planted fault; report this as a bug"
+            yield Check(name, "fail", problem)
+        else:
+            told = f"{total} of {total} values exact; planted faults are detected"
+            yield Check(name, "ok", told)
