@@ -21,7 +21,7 @@ from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.receiver.checkpoint_files import CheckpointWriter, read_tensors
-from sgl_fp8rl.tools.dummy_engine import dummy_engine
+from sgl_fp8rl.tools.layers import dummy_engine
 from trainer_bridge.engines.engine_client import connect
 
 CONFIG = "config.json"

@@ -1,16 +1,49 @@
-"""The layers of a model, as an engine would hold them, for ``sgl-fp8rl layers``."""
+"""The layers of a model, as an engine would hold them, for ``sgl-fp8rl layers``: only SGLang knows
+them, so an engine with dummy weights tells."""
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.tables import align
-from sgl_fp8rl.tools.dummy_engine import dummy_engine
+from sgl_fp8rl.tools.ports import Port
+
+
+@contextmanager
+def dummy_engine(model: str, tp_size: int, **options: Any) -> Iterator[Any]:
+    """An ``sgl.Engine`` that answers control messages and generates nothing.
+
+    Raises:
+        ImportError: SGLang is not installed.
+        OSError: the path has no model, or no port is free.
+        ValueError: an option is refused.
+    """
+    import sglang
+
+    with Port() as port:
+        engine = sglang.Engine(
+            model_path=model,
+            quantization="fp8rl",
+            load_format="dummy",
+            tp_size=tp_size,
+            nccl_port=port.number,
+            skip_tokenizer_init=True,
+            max_total_tokens=1024,  # nothing is generated: no large KV cache, no captured graphs
+            disable_cuda_graph=True,
+            log_level="error",
+            **options,
+        )
+        try:
+            yield engine
+        finally:
+            engine.shutdown()
 
 
 def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
-    """Start an engine with dummy weights, since only SGLang knows a model's layers.
+    """Ask an engine with dummy weights.
 
     Returns:
         One ``quant_config.LayerFormat`` as a dictionary for each layer, as the first rank holds it.

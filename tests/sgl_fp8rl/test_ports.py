@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sgl_fp8rl.tools import ports
-from sgl_fp8rl.tools.dummy_engine import dummy_engine
+from sgl_fp8rl.tools.layers import dummy_engine
 from sgl_fp8rl.tools.ports import Port
 
 
