@@ -62,10 +62,7 @@ def clone_captured_topk(original: Any, capturer: Any, *args: Any, **kwargs: Any)
     scheduling that runs concurrently with the copy on a GPU, and before it on a CPU.
     """
     output = original(capturer, *args, **kwargs)
-    if output is not None and _same_memory(output.topk, capturer.device_cache.buffer):
+    reused = capturer.device_cache.buffer.untyped_storage().data_ptr()
+    if output is not None and output.topk.untyped_storage().data_ptr() == reused:
         output.topk = output.topk.clone()
     return output
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
