@@ -16,10 +16,11 @@ from tests.trainer_bridge.correction_oracle import Rows, batches, log_ratios, ma
 from trainer_bridge import TokenMismatch, mismatch_metrics, worst_tokens
 from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.correction.config import REJECTIONS
-from trainer_bridge.metrics import histogram
+from trainer_bridge.metrics import groups
 from trainer_bridge.metrics.groups import MOST_VERSIONS, POSITIONS
-from trainer_bridge.metrics.reducer import Reducer, Values
+from trainer_bridge.metrics.mismatch import Reducer, Values
 
+RELATIVE_ERROR = math.expm1(1 / (2 * groups.DENSITY))  # half a bin
 REL = 1e-13  # float64 sums in another order; healthy below 1e-15
 PERCENTS = {"ratio_p01": 1, "ratio_p50": 50, "ratio_p99": 99}
 
@@ -33,7 +34,7 @@ def assert_metrics(
         assert actual[name] == pytest.approx(value, rel=REL, abs=REL * scale), name
     for name, percent in PERCENTS.items():
         true, found = oracle.percentile(x, percent), math.log(actual[name])
-        bound = histogram.RELATIVE_ERROR * (abs(true) + histogram.LINEAR)
+        bound = RELATIVE_ERROR * (abs(true) + groups.LINEAR)
         assert abs(found - true) <= 1.002 * bound, name  # the bin is found in float32
 
 
@@ -117,13 +118,13 @@ def test_positions_outside_the_mask_never_matter(batch: tuple[Rows, Rows], fill:
 @settings(max_examples=200, deadline=None)
 def test_histogram_bins_ascend_and_hold_their_bound(values: list[float]) -> None:
     x = torch.tensor(sorted(map(oracle.clamp, values)), dtype=torch.float64)
-    bins = histogram.bins_of(x).long()
-    assert bins.min() >= 0 and bins.max() < histogram.BINS and (bins.diff() >= 0).all()
+    bins = groups.bins_of(x).long()
+    assert bins.min() >= 0 and bins.max() < groups.BINS and (bins.diff() >= 0).all()
     for value, bin_ in zip(x.tolist(), bins.tolist(), strict=True):
-        counts = np.zeros((1, histogram.BINS))
+        counts = np.zeros((1, groups.BINS))
         counts[0, bin_] = 3
-        ((middle,),) = histogram.percentiles(counts, (50,))
-        bound = histogram.RELATIVE_ERROR * (abs(value) + histogram.LINEAR)
+        ((middle,),) = groups.percentiles(counts, (50,))
+        bound = RELATIVE_ERROR * (abs(value) + groups.LINEAR)
         assert abs(middle - value) <= 1.002 * bound
 
 

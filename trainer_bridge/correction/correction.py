@@ -1,4 +1,5 @@
-"""One batch's correction: weights, mask and metrics.
+"""One batch's correction: weights, mask and metrics, computed in blocks of rows that bound the
+memory.
 
 Shapes: B sequences, T tokens of the longest response.
 """
@@ -10,11 +11,10 @@ import torch.distributed as dist
 
 from trainer_bridge.correction import rejection, weights
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, LossType
-from trainer_bridge.correction.correct_rows import correct_rows
 from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
 from trainer_bridge.metrics.batch_inputs import check_tensors, check_values, checked_groups
-from trainer_bridge.metrics.batch_metrics import read_mismatch
-from trainer_bridge.metrics.reducer import Reducer
+from trainer_bridge.metrics.batch_metrics import add_mismatch, read_mismatch
+from trainer_bridge.metrics.mismatch import Mismatch, Reducer, ones_where, row_blocks
 from trainer_bridge.rollouts.rollout import Rollout
 
 
@@ -124,8 +124,23 @@ def correct_logprobs(
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
     groups = checked_groups("correct", *given, versions_BT, group)
     reducer = Reducer()
-    corrected = correct_rows(reducer, *given, groups, config)
-    weights_BT = corrected.weights_BT
+    weights_BT, old_BT = (torch.empty_like(mask_BT, dtype=torch.float32) for _ in range(2))
+    kept_BT = torch.empty_like(mask_BT)
+    for rows in row_blocks(mask_BT):
+        mismatch = Mismatch.of(*(tensor[rows] for tensor in given))
+        means_BT: list[torch.Tensor] = []  # in the order of config.means
+        applied_BT, kept_BT[rows] = mismatch.tokens_BT, mismatch.mask_BT
+        if config.rollout_is is not None:
+            means_BT += weights.add_weights(reducer, mismatch, config.rollout_is, config)
+            applied_BT = means_BT[0] if config.applies_weights else applied_BT
+        if config.rejects:
+            kept_BT[rows] = rejection.keep_tokens(reducer, mismatch, config)
+            kept_ones_BT = ones_where(kept_BT[rows])
+            means_BT.append(mismatch.tokens_BT - kept_ones_BT)
+            applied_BT = applied_BT * kept_ones_BT
+        add_mismatch(reducer, rows, mismatch, groups, means_BT)
+        weights_BT[rows] = applied_BT
+        old_BT[rows] = mismatch.rollout_BT if config.bypass_mode else mismatch.trainer_BT
     if config.applies_weights and config.rollout_is_batch_normalize:
         weights_BT /= weights.batch_mean(reducer, group)
 
@@ -144,9 +159,7 @@ def correct_logprobs(
     alarms = check_alarms(metrics)
     if group is None or dist.get_rank(group) == 0:
         announce(alarms)
-    return Correction(
-        weights_BT, corrected.mask_BT, corrected.old_logprobs_BT, loss_type, metrics, alarms
-    )
+    return Correction(weights_BT, kept_BT, old_BT, loss_type, metrics, alarms)
 
 
 def _config(config: str | CorrectionConfig) -> CorrectionConfig:

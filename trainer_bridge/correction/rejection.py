@@ -9,8 +9,7 @@ from collections.abc import Callable
 import torch
 
 from trainer_bridge.correction.config import CorrectionConfig
-from trainer_bridge.metrics.mismatch import Mismatch, ends
-from trainer_bridge.metrics.reducer import Reducer, Values
+from trainer_bridge.metrics.mismatch import Mismatch, Reducer, Values, ends
 
 
 def keep_tokens(reducer: Reducer, mismatch: Mismatch, config: CorrectionConfig) -> torch.Tensor:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_bridge.correction.config import CorrectionConfig, Level
-from trainer_bridge.metrics.mismatch import Mismatch, bounded, ends, ones_where
-from trainer_bridge.metrics.reducer import Reducer, Values
+from trainer_bridge.metrics.mismatch import Mismatch, Reducer, Values, bounded, ends, ones_where
 
 SMALLEST_MEAN = 1e-8  # verl does not divide weights by less
 

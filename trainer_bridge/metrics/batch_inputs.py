@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.metrics.groups import Groups, RefusedElsewhereError, agree_on_versions
-from trainer_bridge.metrics.reducer import Values
+from trainer_bridge.metrics.groups import Groups, agree_on_versions
+from trainer_bridge.metrics.mismatch import Values
 
 MOST_LOGPROB = 0.01
 """In nats: beyond rounding, which is 1e-4 in FP32 for logits of 1000; nearly all probabilities of
@@ -47,16 +47,13 @@ def fault_of(
     if len(shape) != 2 or any(other != shape for _, other in others):
         return f"{first} has shape {shape}, but {dict(others)}; {remedy}"
     for name, tensor in given.items():
-        if name in floats_BT:
-            kind, is_sound = "float", tensor.is_floating_point()
-        elif name == "mask_BT":
-            kind, is_sound = "bool", tensor.dtype == torch.bool
-        else:
-            kind, is_sound = (
-                "int64",
-                not (tensor.dtype.is_floating_point or tensor.dtype.is_complex),
-            )
-        if not is_sound:
+        kind = {"mask_BT": "bool", "versions_BT": "int64"}.get(name, "float")
+        is_sound = {
+            "bool": tensor.dtype == torch.bool,
+            "int64": not (tensor.is_floating_point() or tensor.is_complex()),
+            "float": tensor.is_floating_point(),
+        }
+        if not is_sound[kind]:
             return f"{name} has dtype {tensor.dtype}; pass it as {kind}"
     if len(set(devices.values())) > 1:
         return f"tensors are on several devices, {devices}; pass them on that of {first}"
@@ -82,10 +79,9 @@ def checked_groups(
         **named,
     )
     sent_mask_BT = None if fault else mask_BT
-    try:
-        versions = agree_on_versions(versions_BT, sent_mask_BT, trainer_BT.device, group)
-    except RefusedElsewhereError as error:
-        raise ValueError(f"{caller}: {fault or error}") from None
+    versions, refused = agree_on_versions(versions_BT, sent_mask_BT, trainer_BT.device, group)
+    if refused and not fault:
+        fault = f"{refused} other ranks refused their inputs; see their errors"
     if fault:
         raise ValueError(f"{caller}: {fault}")
     return Groups.of(versions, versions_BT, mask_BT)

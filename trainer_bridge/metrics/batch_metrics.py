@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.metrics import histogram
 from trainer_bridge.metrics.batch_inputs import check_values, checked_groups
-from trainer_bridge.metrics.groups import Groups
+from trainer_bridge.metrics.groups import Groups, bins_of, percentiles
 from trainer_bridge.metrics.mismatch import (
     LOG_RATIO_BOUND,
     Mismatch,
+    Reducer,
+    Values,
     bounded,
     ends,
     row_blocks,
 )
-from trainer_bridge.metrics.reducer import Reducer, Values
 
 PERCENTILES = (1, 50, 99)
 
@@ -41,7 +41,7 @@ def mismatch_metrics(
         mismatch_kl_k1, mismatch_kl_k3    KL(rollout || trainer): mean of -x; of r - 1 - x
         ratio_mean, _min, _max            of r
         ratio_p01, _p50, _p99             the smallest r with 1% of all r at or below, and so on;
-                                          the log has a relative error of 0.8% (see histogram.py)
+                                          the log has a relative error of 0.8% (see groups.py)
         ess                               sum(r)^2 / (N sum(r^2)): effective sample size, 1 is best
         chi2_token, chi2_seq (S)          mean of r^2, minus 1; r of a token or a sequence's product
         logprob_abs_diff_mean, _max       of |x|
@@ -103,8 +103,7 @@ def add_mismatch(
         mismatch.rollout_BT,
         *more_BT,
     ]
-    bins_BT = histogram.bins_of(mismatch.bounded_BT)
-    groups.add(reducer, rows, terms_BT, bins_BT, mismatch.tokens_BT)
+    groups.add(reducer, rows, terms_BT, bins_of(mismatch.bounded_BT), mismatch.tokens_BT)
 
     present_B, gap_B = mismatch.present_B, -mismatch.sequence_mean_B
     nll_2B = -torch.stack([mismatch.trainer_BT.sum(1), mismatch.rollout_BT.sum(1)])
@@ -128,7 +127,7 @@ def add_mismatch(
 def read_mismatch(values: Values, groups: Groups, more: tuple[str, ...] = ()) -> dict[str, float]:
     """The metrics from the sums of ``add_mismatch``, its ``more_BT`` under the names ``more``."""
     sums, names = values["tokens"], groups.names
-    ranks = histogram.percentiles(values["histogram"], PERCENTILES)
+    ranks = percentiles(values["histogram"], PERCENTILES)
     parts = [_of_tokens(*pair, more) for pair in zip(sums.tolist(), ranks, strict=True)]
     metrics = parts[0] | _of_sequences(values["sequences"].tolist())
 
