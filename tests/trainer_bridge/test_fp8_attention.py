@@ -15,7 +15,7 @@ from sgl_fp8rl.ops.paged_decode import Pages, attend
 from tests import oracle
 from tests.trainer_bridge.test_attention_hooks import ATTENTIONS, LAYERS, padded, seen, tiny, tokens
 from trainer_bridge.kv import attention_hooks
-from trainer_bridge.kv.fp8_attention import FakeQuantizedE4M3, FakeQuantizedINT8, fake_quantize_kv
+from trainer_bridge.kv.fp8_attention import FakeQuantizedKV, fake_quantize_kv
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -30,7 +30,7 @@ GRADIENTS_NEAR = 4e-6
 SCALES = [(0.11, 0.013), (0.07, 0.0031), (1.3, 0.02)]
 """No powers of two; K and V of some elements are clipped."""
 OF_LAYERS: dict[str, list[Any]] = {"e4m3": SCALES, "int8": [None] * LAYERS}
-REPLAYS = {"e4m3": FakeQuantizedE4M3(*SCALES[0], BF16), "int8": FakeQuantizedINT8(BF16)}
+REPLAYS = {"e4m3": FakeQuantizedKV(SCALES[0], BF16), "int8": FakeQuantizedKV(None, BF16)}
 
 
 def stored(x: Tensor, scale: float) -> Tensor:
@@ -121,7 +121,7 @@ def test_codes_are_those_of_the_engine(default: torch.dtype) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        _, given, _ = _seen_by_attention(FakeQuantizedE4M3(scale, scale, BF16), key)
+        _, given, _ = _seen_by_attention(FakeQuantizedKV((scale, scale), BF16), key)
     finally:
         torch.set_default_dtype(before)
     assert given.dtype == torch.float32
@@ -139,7 +139,7 @@ def test_values_are_those_of_the_engine(dim: int, is_key: bool) -> None:
     x = torch.randn((2, 2, 9, dim), generator=made) * torch.logspace(-2, 2, 9)[:, None]
     x[..., dim // 2] *= 30
     x[0, 0, 0] = 0
-    query, key, value = _seen_by_attention(FakeQuantizedINT8(BF16), x)
+    query, key, value = _seen_by_attention(FakeQuantizedKV(None, BF16), x)
     assert torch.equal(query, x) and key.dtype == torch.float32
     found, wanted = (key if is_key else value).double(), stored_in_int8(x.to(BF16), is_key)
     assert far(found, wanted) < NEAR
@@ -187,7 +187,7 @@ def causal(module: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: f
 def test_fp16_is_refused_of_codes() -> None:
     """Whose products with Q may overflow; values are as large as K and V."""
     with pytest.raises(ValueError, match="BF16 or FP32"):
-        _seen_by_attention(FakeQuantizedE4M3(1.0, 1.0, torch.float16), drawn(0, 2, 1.0).half())
+        _seen_by_attention(FakeQuantizedKV((1.0, 1.0), torch.float16), drawn(0, 2, 1.0).half())
 
 
 def _seen_by_attention(kv: Any, x: Tensor) -> list[Tensor]:

@@ -14,19 +14,23 @@ from sgl_fp8rl.ops.kv_int8 import rotate, token_codes
 from trainer_bridge.kv import attention_hooks
 
 
-class FakeQuantizedE4M3:
-    """The scales of a layer's K and V, and attention under them; see ``receiver/kv/scales.py``.
+class FakeQuantizedKV:
+    """Attention of a layer over K and V as its cache stores them.
 
-    As in the engine, attention computes with the codes, which BF16 and FP32 hold exactly, and the
-    scales are factors of the softmax and of the result.
+    E4M3 (``receiver/kv/scales.py``): as in the engine, attention computes with the codes, which
+    BF16 and FP32 hold exactly, and the scales are factors of the softmax and of the result.
+
+    INT8 (``sgl_fp8rl.ops.kv_int8``): attention to the values of the codes. K is rotated back, so Q
+    stays as it is. BF16 does not hold the values as exactly as the engine does; the rounding is as
+    large as that of K and V before they were quantized.
 
     Args:
-        k_scale, v_scale: of all KV heads of the layer.
+        scales: of all KV heads, for K and V; None of an INT8 cache.
         dtype: the engine's, to which K and V are rounded before.
     """
 
-    def __init__(self, k_scale: float, v_scale: float, dtype: torch.dtype) -> None:
-        self._k_scale, self._v_scale, self._dtype = k_scale, v_scale, dtype
+    def __init__(self, scales: tuple[float, float] | None, dtype: torch.dtype) -> None:
+        self._scales, self._dtype = scales, dtype
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
@@ -43,83 +47,47 @@ class FakeQuantizedE4M3:
         """Call one of transformers' attention functions.
 
         Raises:
-            ValueError: in FP16, whose products of Q and codes may overflow.
+            ValueError: E4M3 in FP16, whose products of Q and codes may overflow.
         """
-        if query.dtype == torch.float16:
+        if self._scales is not None and query.dtype == torch.float16:
             raise ValueError(
                 "attention with K and V of an FP8 cache is computed in BF16 or FP32; load the "
                 "model in BF16"
             )
-        key, value = (
-            _Codes.apply(x_BHTD, scale, self._dtype)  # type: ignore[no-untyped-call]
-            for x_BHTD, scale in ((key_BHTD, self._k_scale), (value_BHTD, self._v_scale))
+        k_scale, v_scale = self._scales or (1.0, 1.0)
+        key = _Stored.apply(key_BHTD, self._stored, k_scale, True)  # type: ignore[no-untyped-call]
+        value = _Stored.apply(  # type: ignore[no-untyped-call]
+            value_BHTD, self._stored, v_scale, False
         )
-        scaling = (query.shape[-1] ** -0.5 if scaling is None else scaling) * self._k_scale
+        scaling = (query.shape[-1] ** -0.5 if scaling is None else scaling) * k_scale
         output, weights = attention(module, query, key, value, *args, scaling=scaling, **kwargs)
-        return output * self._v_scale, weights
+        return (output if self._scales is None else output * v_scale), weights
+
+    def _stored(self, x_BHTD: torch.Tensor, scale: float, is_key: bool) -> torch.Tensor:
+        """``x / scale`` rounded to E4M3, or the value of x's INT8 code."""
+        x_BHTD = x_BHTD.to(self._dtype)
+        if self._scales is None:
+            codes_BHTD, scale_BHT = token_codes(x_BHTD, rotated=is_key)
+            values_BHTD = codes_BHTD * scale_BHT[..., None]
+            return rotate(values_BHTD) if is_key else values_BHTD
+        scale_H = torch.full(x_BHTD.shape[1:2], scale, dtype=torch.float32, device=x_BHTD.device)
+        return kv_codes(x_BHTD.transpose(1, 2), scale_H).transpose(1, 2)
 
 
-class _Codes(torch.autograd.Function):
-    """``x / scale`` rounded to E4M3, in the dtype of x, with a straight-through gradient: that of
+class _Stored(torch.autograd.Function):
+    """``FakeQuantizedKV._stored``, in the dtype of x, with a straight-through gradient: that of
     ``x / scale``."""
 
     @staticmethod
-    def forward(ctx: Any, x_BHTD: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_BHTD: torch.Tensor, stored: Callable[..., Any], scale: float, is_key: bool
+    ) -> torch.Tensor:
         ctx.scale = scale
-        scale_H = torch.full(x_BHTD.shape[1:2], scale, dtype=torch.float32, device=x_BHTD.device)
-        codes = kv_codes(x_BHTD.to(dtype).transpose(1, 2), scale_H)
-        return codes.to(x_BHTD.dtype).transpose(1, 2)
+        return stored(x_BHTD, scale, is_key).to(x_BHTD.dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient / ctx.scale, None, None
-
-
-class FakeQuantizedINT8:
-    """Attention to the values of INT8 codes; see ``sgl_fp8rl.ops.kv_int8``.
-
-    K is rotated back, so Q stays as it is. BF16 does not hold the values as exactly as the engine
-    does; the rounding is as large as that of K and V before they were quantized.
-
-    Args:
-        dtype: the engine's, to which K and V are rounded before.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(
-        self,
-        attention: Callable[..., Any],
-        module: nn.Module,
-        query: torch.Tensor,
-        key_BHTD: torch.Tensor,
-        value_BHTD: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
-        """Call one of transformers' attention functions."""
-        key, value = (
-            _Values.apply(x_BHTD, is_key, self._dtype)  # type: ignore[no-untyped-call]
-            for x_BHTD, is_key in ((key_BHTD, True), (value_BHTD, False))
-        )
-        return attention(module, query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-class _Values(torch.autograd.Function):
-    """What an INT8 cache holds of x, in the dtype of x, with a straight-through gradient: that of
-    x."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BHTD: torch.Tensor, is_key: bool, dtype: torch.dtype) -> torch.Tensor:
-        codes_BHTD, scale_BHT = token_codes(x_BHTD.to(dtype), rotated=is_key)
-        values_BHTD = codes_BHTD * scale_BHT[..., None]
-        return (rotate(values_BHTD) if is_key else values_BHTD).to(x_BHTD.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return (gradient if ctx.scale == 1.0 else gradient / ctx.scale), None, None, None
 
 
 def fake_quantize_kv(
@@ -149,6 +117,5 @@ def fake_quantize_kv(
         if scales_L2 is None:
             vars(module).pop(attention_hooks.FAKE_QUANTIZED, None)
         else:
-            scales = scales_L2[layer]
-            kv = FakeQuantizedE4M3(*scales, dtype) if scales else FakeQuantizedINT8(dtype)
+            kv = FakeQuantizedKV(scales_L2[layer], dtype)
             setattr(module, attention_hooks.FAKE_QUANTIZED, kv)
