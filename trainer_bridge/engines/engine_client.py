@@ -303,20 +303,14 @@ def side_by_side(calls: Sequence[tuple[EngineClient, Callable[[], T]]]) -> list[
     Returns:
         what each returned, in order, or its EngineError.
     """
-    here = [len(calls) == 1 or isinstance(client, InProcessEngine) for client, _ in calls]
-    with ThreadPoolExecutor(max(here.count(False), 1)) as pool:
-        others = [
-            None if is_here else pool.submit(_tried, call)
-            for is_here, (_, call) in zip(here, calls, strict=True)
+    with ThreadPoolExecutor(max(len(calls), 1)) as pool:
+        results = [
+            partial(_tried, call)
+            if len(calls) == 1 or isinstance(client, InProcessEngine)
+            else pool.submit(_tried, call).result
+            for client, call in calls
         ]
-        mine = {
-            index: _tried(call)
-            for index, (is_here, (_, call)) in enumerate(zip(here, calls, strict=True))
-            if is_here
-        }
-        return [
-            mine[index] if other is None else other.result() for index, other in enumerate(others)
-        ]
+        return [result() for result in results]
 
 
 def _tried(call: Callable[[], T]) -> T | EngineError:

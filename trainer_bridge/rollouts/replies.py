@@ -54,7 +54,13 @@ def read_sample(
         reason, tokens, logprobs, versions, runs = read_reply(reply, index)
         policies = set(zip(runs, versions, strict=True))
         check_policies(policies, expected.version, expected.committed, f"reply {index}")
-        prompt = prompt_tokens(prompt, reply, index)
+        if isinstance(prompt, str):
+            if reply.get("prompt_token_ids") is None:
+                raise ValueError(
+                    f"rollout: reply {index} lacks the token ids of its prompt; pass prompts as "
+                    f"token ids"
+                )
+            prompt = list(reply["prompt_token_ids"])
         experts = None
         if expected.layout is not None:
             count = len(prompt) + len(tokens) if tokens else 0
@@ -211,13 +217,3 @@ def read_reply(
             f"look for NaN or Inf in the weights that the engine serves"
         )
     return reason, tokens, logprobs, list(versions), _runs_of(runs)
-
-
-def prompt_tokens(prompt: str | list[int], reply: dict[str, Any], index: int) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    if reply.get("prompt_token_ids") is None:
-        raise ValueError(
-            f"rollout: reply {index} lacks the token ids of its prompt; pass prompts as token ids"
-        )
-    return list(reply["prompt_token_ids"])
