@@ -27,8 +27,7 @@ from trainer_bridge import update
 from trainer_bridge.chain import ChainError, ChainFollower, ChainPublisher, files, follow
 from trainer_bridge.chain import follower as follower_module
 from trainer_bridge.chain import publisher as publisher_module
-from trainer_bridge.chain.disk import LOCK
-from trainer_bridge.chain.index import INDEX, Link, read_index, write_index
+from trainer_bridge.chain.index import INDEX, LOCK, Link, read_index, write_index
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT
 

@@ -9,7 +9,7 @@ from sgl_fp8rl.protocol.cuda_memory import Handle
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.chain.disk import ChainError
+from trainer_bridge.chain.index import ChainError
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.rank_values import pack, unpack
 from trainer_bridge.session.transaction import Begun, MissedCommitError

@@ -5,8 +5,8 @@ joiners.
 ``follow`` brings an engine to the newest version that a copy of the folder has.
 """
 
-from trainer_bridge.chain.disk import ChainError
 from trainer_bridge.chain.follower import ChainFollower, follow
+from trainer_bridge.chain.index import ChainError
 from trainer_bridge.chain.publisher import ChainPublisher
 
 __all__ = ["ChainError", "ChainFollower", "ChainPublisher", "follow"]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol.attempt import attempt
-from trainer_bridge.chain.disk import ChainError, brief, replace
-from trainer_bridge.chain.index import Part
+from trainer_bridge.chain.index import ChainError, Part, brief, replace
 
 PART_BYTES = 1 << 30
 """A version is written in files of about so many bytes, since one is made in memory."""

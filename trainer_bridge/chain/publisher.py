@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,18 +14,25 @@ from torch import nn
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.arguments import as_python
 from trainer_bridge.chain import files
-from trainer_bridge.chain.disk import ChainError, delete_all_but, lock
 from trainer_bridge.chain.files import Tensors
-from trainer_bridge.chain.index import Index, Link, read_index, write_index
+from trainer_bridge.chain.index import (
+    ChainError,
+    Index,
+    Link,
+    delete_all_but,
+    lock,
+    read_index,
+    write_index,
+)
 from trainer_bridge.chain.version_writer import VersionWriter
-from trainer_bridge.ranks.collective import Leader, check_ranks, ranks_of
+from trainer_bridge.ranks.collective import Leader, ranks_of
 from trainer_bridge.session.kept import KEPT
-from trainer_bridge.sources import hf_names
-from trainer_bridge.sources.parameters import Named, NamedTensors, check_readable, listed
+from trainer_bridge.sources.parameters import Named, NamedTensors
 from trainer_bridge.sources.tied_head import check_head, on_all_ranks, repeats_here
 from trainer_bridge.sources.wrappers import group_of
 from trainer_bridge.transfer.layout import check_kv_scales, sources_for
 from trainer_bridge.updates.update import RUN, PolicyRequest, agree, ask
+from trainer_bridge.updates.weights import WholeModel
 
 logger = logging.getLogger(__name__)
 
@@ -85,34 +93,27 @@ class ChainPublisher:
             ManifestError: weights, version, run or scales are not valid, or ranks differ.
         """
         group = group or group_of(model_or_named_tensors)
-        named, fault = _listed(model_or_named_tensors)
+        if isinstance(model_or_named_tensors, Iterator):
+            why = "an iterator cannot be published; pass a module, a mapping or a list"
+            weights = WholeModel({}, ManifestError(why))
+        else:
+            weights = WholeModel(model_or_named_tensors)
+        named, family = weights.named, weights.family
         ranks = ranks_of(named, group)
         leader = Leader(ranks)
-
-        def check() -> None:
-            if fault is not None:
-                raise fault
-            check_ranks(named, ranks)
-            for name, tensor in named:
-                check_readable(name, tensor)
-
-        new: VersionWriter | None = None
+        new: Any = None
         try:
-            request = leader.each(ask, check, RUN, run, version)
+            request = leader.each(ask, partial(weights.check, ranks), RUN, run, version)
             of_ranks = leader.collect((request, repeats_here(named)))
             new = leader.attempt(self._begin, ranks, of_ranks, named, kv_scales)
             layout: Any = leader.share(new and new.layout)
-            family = None
-            if isinstance(model_or_named_tensors, nn.Module):
-                family = hf_names.model_type(model_or_named_tensors)
-            for (_, parameter), source in zip(
-                named, sources_for(named, family, layout), strict=True
-            ):
+            planned = sources_for(named, family, layout)
+            for (_, parameter), source in zip(named, planned, strict=True):
                 if not source.cuts:
                     continue
                 whole = source.read(parameter)
                 for name, cut in source.cuts:
-                    leader.attempt(_put, new, name, cut, whole, source.sent_as)
+                    leader.attempt(VersionWriter.put, new, name, cut(whole), source.sent_as)
             size = leader.share(leader.attempt(self._finish, new) or 0)
         except BaseException as error:
             leader.tell(error)
@@ -175,19 +176,6 @@ class ChainPublisher:
             delete_all_but(self._folder, read_index(self._folder).parts)
         except (ChainError, OSError) as error:
             logger.warning("old files of the chain are left: %s", error)
-
-
-def _listed(given: nn.Module | NamedTensors) -> tuple[Named, Exception | None]:
-    if isinstance(given, Iterator):
-        why = "an iterator cannot be published; pass a module, a mapping or a list"
-        return [], ManifestError(why)
-    return listed(given)
-
-
-def _put(
-    new: VersionWriter, name: str, cut: hf_names.Cut, whole: torch.Tensor, dtype: torch.dtype
-) -> None:
-    new.put(name, cut(whole).to(dtype))
 
 
 def _extended(index: Index, link: Link) -> Index:

@@ -50,8 +50,8 @@ class VersionWriter:
         if scales is not None:
             self._put(KV_SCALES, scales.detach().to("cpu", copy=True))
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor of the checkpoint.
+    def put(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Add a tensor of the checkpoint, in this dtype.
 
         Raises:
             ManifestError: it holds what no engine takes.
@@ -59,7 +59,7 @@ class VersionWriter:
         if name == KV_SCALES:
             raise ManifestError(f"{KV_SCALES} is not a tensor of a checkpoint; pass kv_scales")
         try:
-            encoded = self._encoded(name, tensor)
+            encoded = self._encoded(name, tensor.to(dtype))
         except KeyError as error:
             known = ", ".join(DTYPES)
             raise ManifestError(f"{name} has dtype {tensor.dtype}; send one of {known}") from error

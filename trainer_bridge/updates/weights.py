@@ -129,13 +129,16 @@ class Weights:
 class WholeModel(Weights):
     """A module, a mapping or a list: planned once, and read in place where nothing moves."""
 
-    def __init__(self, model_or_named_tensors: nn.Module | NamedTensors) -> None:
+    def __init__(
+        self, model_or_named_tensors: nn.Module | NamedTensors, fault: Exception | None = None
+    ) -> None:
         super().__init__()
-        self._family = None
+        self.family: str | None = None
         if isinstance(model_or_named_tensors, nn.Module):
-            self._family = hf_names.model_type(model_or_named_tensors)
+            self.family = hf_names.model_type(model_or_named_tensors)
         # a fault waits for ``check``: the other ranks must hear of it
-        self.named, self._fault = listed(model_or_named_tensors)
+        self.named, found = listed(model_or_named_tensors)
+        self._fault = fault or found
         self._placed: ShardReport = None
         self._stays: Shards | None = None
         """On the leader: where all ranks hold them, if none has moved."""
@@ -193,7 +196,7 @@ class WholeModel(Weights):
         ranks = 1
         if sender.carrier(device).is_far and is_on_all(self.named, self._ranks):
             ranks = self._ranks
-        return sender.plan(self.named, self._family, device, shards=self._shards, ranks=ranks)
+        return sender.plan(self.named, self.family, device, shards=self._shards, ranks=ranks)
 
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
@@ -214,11 +217,11 @@ class WholeModel(Weights):
             return
         together, named = None, self.named
         if begun.in_parts:
-            together = send_together(leader, transaction, named, self._family)
+            together = send_together(leader, transaction, named, self.family)
         if together is not None:
             self._part, named = together
         planned = [
-            sources_for(named, self._family, layout) if session is None else session.plan.sources
+            sources_for(named, self.family, layout) if session is None else session.plan.sources
             for layout, session in zip(begun.layouts, sessions, strict=True)
         ]
         for index, (_, tensor) in enumerate(named):
@@ -239,7 +242,7 @@ class WholeModel(Weights):
 
     def _decide(self, transaction: Transaction) -> CodesWanted | None:
         readers = [(each.sender.layout, len(each.members)) for each in transaction.sessions]
-        wanted, error = attempt(KEPT.codes.decide, self._stays, self.named, self._family, readers)
+        wanted, error = attempt(KEPT.codes.decide, self._stays, self.named, self.family, readers)
         if error is not None:
             logger.warning("shards are not quantized, which is slower", exc_info=error)
         return wanted
