@@ -28,7 +28,6 @@ from trainer_bridge.transport import bucket
 from trainer_bridge.transport.cuda_ipc import placement_of
 from trainer_bridge.updates.update import update
 from trainer_bridge.ways import sender as sender_module
-from trainer_bridge.ways.in_place import Parameters
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(120)
@@ -124,7 +123,7 @@ def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     layout = connection.layout()
     gpus = {"gpus": sorted({*layout["gpus"]}), "visible_gpus": []}
     sender = Sender({**comparable(layout, through_host=False, is_remote=False), **gpus})
-    vars(sender.ways[Parameters])["_placement"] = placement_of([*tensors.values()])
+    vars(sender.parameters)["_placement"] = placement_of([*tensors.values()])
     connection.use(sender)
     opened = driver._cuIpcOpenMemHandle_v2
 

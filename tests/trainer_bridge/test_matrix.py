@@ -57,7 +57,7 @@ def on_gpu(patch: Patch) -> None:
 
 def with_one_slot(patch: Patch) -> None:
     """As where trainer and engine share a GPU."""
-    patch.setattr(carriers.HostBucket, "slots", 1)
+    patch.setattr(carriers.Carrier, "slots", 1)
 
 
 class Way(NamedTuple):

@@ -18,7 +18,6 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from trainer_bridge.sources.parameters import Named, sources
-from trainer_bridge.transfer import packer as packer_module
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.transport.bucket import Bucket
@@ -26,7 +25,6 @@ from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.rank_client import RankClients
 from trainer_bridge.ways import carriers, in_place
 from trainer_bridge.ways import sender as sender_module
-from trainer_bridge.ways.in_place import Parameters
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(60)
@@ -432,7 +430,7 @@ def test_a_bucket_on_another_gpu_takes_its_place(monkeypatch: pytest.MonkeyPatch
     """The old one is freed when no rank has it open any more."""
     monkeypatch.setattr(GpuBucket, "made", [], raising=False)
     monkeypatch.setattr(carriers, "Bucket", GpuBucket)
-    monkeypatch.setattr(packer_module, "QuantizePacker", lambda *_: object())
+    monkeypatch.setattr(sender_module, "QuantizePacker", lambda *_: object())
     sender = Sender(layout())
     plan = plan_for(sender, weights(a=(4, 4)))
     for device in (CUDA[0], CUDA[0], CUDA[1], CUDA[0]):
@@ -448,7 +446,7 @@ IN_PLACE = Placement((16, 64), (0,), (Handle("ab" * 64, 4096, GPU),), ((0, 16), 
 def in_place_plan(sender: Sender, named: Named, flags: list[bool]) -> TransferPlan:
     """One that maps these, as if they had lain there before."""
     found = frozenset(index for index, is_mapped in enumerate(flags) if is_mapped)
-    vars(sender.ways[Parameters]).update(found=found, _placement=IN_PLACE)
+    vars(sender.parameters).update(found=found, _placement=IN_PLACE)
     return TransferPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2)
 
 

@@ -43,7 +43,6 @@ from trainer_bridge.shards.codes_memory import CodesMemory
 from trainer_bridge.shards.placed_shards import CodesWanted, PlacedShards, Shards
 from trainer_bridge.shards.shard_codes import ShardCodes
 from trainer_bridge.sources.parameters import Named
-from trainer_bridge.transfer.layout import sources_for
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.updates.update import update
 
@@ -95,8 +94,7 @@ class Lying:
             [each.placed for each in made], [t.numel() for _, t in made[0].whole]
         )
         both = self.plain.with_codes(self.wanted, codes_of_ranks)
-        planned = sources_for(self.named, "qwen3_moe", self.layout)
-        found = pieces_of_codes(both, self.named, "qwen3_moe", self.layout, planned)
+        found = pieces_of_codes(both, self.named, "qwen3_moe", self.layout)
         addresses = [handle.ipc for handle in codes_of_ranks.handles]
         parts: dict[str, Tensor] = {}
         for name, pieces in found[0].items():

@@ -212,7 +212,7 @@ def test_the_next_chunk_waits_for_the_only_slot(
     sockets: Sockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds two of the vectors."""
-    monkeypatch.setattr(carriers.HostBucket, "slots", 1)
+    monkeypatch.setattr(carriers.Carrier, "slots", 1)
     with update_while_a_rank_reads(sockets, 6):
         assert len(sockets.ranks[0].chunks) == 1  # the other rank still reads it
     for rank in sockets.ranks:

@@ -3,13 +3,10 @@ to one object, and ends with it."""
 
 import atexit
 import logging
-import secrets
 import time
 import weakref
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import is_reachable
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
@@ -25,7 +22,7 @@ from trainer_bridge.shards.placed_shards import ShardRegistry
 from trainer_bridge.shards.shard_codes import CodesRegistry
 from trainer_bridge.transfer.layout import check_layout
 from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
-from trainer_bridge.ways.changes import Base, Bases
+from trainer_bridge.ways.carriers import Base, Bases
 from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
@@ -42,22 +39,6 @@ class CommitDecision(NamedTuple):
     """Engines know it by this name."""
     digests: tuple[str, ...] = ()
     """Of the weights of each rank, where an engine missed it and they are known."""
-
-    def check_same(self, digests: Iterable[str]) -> None:
-        """Check that a second try brings what the first one brought.
-
-        Args:
-            digests: of the weights of each rank; "" where unknown.
-
-        Raises:
-            ManifestError: it brings something else.
-        """
-        found = tuple(digests)
-        if "" not in found and found != self.digests:
-            raise ManifestError(
-                f"the weights or KV scales have changed since an earlier try at {self.policy}, "
-                f"which engines have committed; update all of them to a newer version"
-            )
 
 
 class EngineConnection:
@@ -158,16 +139,6 @@ class EngineConnection:
         self._layout = None
 
 
-def decision_on(policy: Policy, known: Iterable[CommitDecision | None]) -> CommitDecision:
-    """That of an earlier try, or a new one.
-
-    Args:
-        known: the last decision about each engine.
-    """
-    earlier = next((d for d in known if d is not None and d.policy == policy), None)
-    return earlier or CommitDecision(policy, secrets.token_hex(16))
-
-
 class Kept:
     """One connection for each engine, and what the ranks of a trainer remember of its weights."""
 
@@ -208,11 +179,6 @@ class Kept:
         connection = EngineConnection(client)
         self._alive.add(connection)
         return connection
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no engine to disconnect from."""
-        return not self._by_address and not self._of_objects
 
     def opened(self) -> set[str]:
         """Seeds of the shards and codes that engines have open."""

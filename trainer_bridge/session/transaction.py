@@ -1,6 +1,7 @@
 """One update of one engine or several: each has all that it needs before any commits."""
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge.engines.engine_client import EngineClient, EngineError, side_by_side
 from trainer_bridge.ranks.rank_values import exchanged
-from trainer_bridge.session.kept import CommitDecision, decision_on
+from trainer_bridge.session.kept import CommitDecision
 from trainer_bridge.session.participant import Participant, kept_alive
 from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.sources.parameters import Named
@@ -87,7 +88,9 @@ class Transaction:
         self._everyone, self.active = participants, list(participants)
         """All engines, and those that are still in the update."""
         self._policy, self._required = policy, required
-        self._decision = decision_on(policy, [p.connection.decided for p in participants])
+        known = (p.connection.decided for p in participants)
+        earlier = (each for each in known if each is not None and each.policy == policy)
+        self._decision = next(earlier, CommitDecision(policy, secrets.token_hex(16)))
         self._is_decided = False
         self.failed: dict[str, str] = {}
         """Why engines are no longer in the update, by name."""
@@ -124,8 +127,19 @@ class Transaction:
         )
 
     def check_same(self, digests: list[str]) -> None:
-        """See ``CommitDecision``; nothing was written."""
-        self._decision.check_same(digests)
+        """Check that a second try brings what the first one brought; nothing was written.
+
+        Args:
+            digests: of the weights of each rank; "" where unknown.
+
+        Raises:
+            ManifestError: it brings something else.
+        """
+        if "" not in digests and tuple(digests) != self._decision.digests:
+            raise ManifestError(
+                f"the weights or KV scales have changed since an earlier try at {self._policy}, "
+                f"which engines have committed; update all of them to a newer version"
+            )
 
     def remember(self, digests: list[str]) -> None:
         """Remember the weights, for a second try; arguments as for ``check_same``."""

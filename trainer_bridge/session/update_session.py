@@ -9,12 +9,13 @@ import torch
 from sgl_fp8rl.protocol.manifest import ManifestError, twice, wrong_names
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.session.participant import Participant, SessionEngines
+from trainer_bridge.session.participant import Participant
 from trainer_bridge.sources.announcement import as_announced
 from trainer_bridge.sources.parameters import Named, check_readable
 from trainer_bridge.sources.tied_head import StreamedHead
 from trainer_bridge.transfer.packer import QuantizePacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan, is_aligned
+from trainer_bridge.transport.rank_client import Engines
 from trainer_bridge.ways.chunks import Chunks
 from trainer_bridge.ways.sender import Sender
 
@@ -52,7 +53,7 @@ class UpdateSession:
     ) -> None:
         self.members, self.sender, self.plan, self.device = members, sender, plan, device
         self.carrier = sender.carrier(device)
-        self._engines = SessionEngines(members, lose)
+        self._engines = Engines(members, lose)
         filled = partial(sender.content, plan)
         self.chunks = Chunks(plan, self._engines, filled, self.carrier.content)
         self._came: dict[int, None] = {}
@@ -80,7 +81,8 @@ class UpdateSession:
     @property
     def network_bytes(self) -> int:
         """Bytes of chunks that engines on other hosts were sent."""
-        return self._engines.network_bytes + self.network_bytes_of_others
+        mine = sum(ranks.network_bytes for ranks in self._engines.ranks)
+        return mine + self.network_bytes_of_others
 
     def put_named(self, name: str, tensor: torch.Tensor) -> None:
         """Put the next tensor of a stream into the bucket.

@@ -65,21 +65,14 @@ def _is_whole_blocks(source: Source, ranges: list[Range] | None) -> bool:
 
 
 def pieces_of_codes(
-    shards: Shards,
-    named: Named,
-    family: str | None,
-    layout: dict[str, Any],
-    planned: list[Source],
+    shards: Shards, named: Named, family: str | None, layout: dict[str, Any]
 ) -> dict[int, dict[str, list[Piece]]]:
     """Where codes and scales lie that engines of a layout can read: by parameter and HF name, and
-    by the handles of the codes.
-
-    Args:
-        planned: how each parameter is read.
-    """
+    by the handles of the codes."""
     if shards.codes is None or layout["dtype"] != str(shards.codes[0].dtype).split(".")[-1]:
         return {}
     wanted, codes = shards.codes
+    planned = sources_for(named, family, layout)
     kept = set(layout["formats"].get(wanted.format, ()))
     scales = sources(
         [

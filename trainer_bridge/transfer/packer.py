@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +22,7 @@ ENCODED_AT_ONCE = 1 << 24
 """Elements of a weight that plain torch encodes at once: it takes some 20 bytes for each."""
 
 
-class Packer(Protocol):
+class Packer:
     """Fills a bucket with parameters, chunk by chunk."""
 
     def begin(self) -> None:
@@ -30,6 +30,7 @@ class Packer(Protocol):
 
     def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
         """Put the elements of a contiguous parameter that one chunk carries into the bucket."""
+        raise NotImplementedError
 
     def complete(self, chunk: int) -> None:
         """Make sure that all of a chunk is in the bucket, or queued to be written there."""
@@ -42,27 +43,9 @@ class Packer(Protocol):
         """
 
 
-def packer_on(
-    device: torch.device | None, plan: TransferPlan, content: torch.Tensor, dtype: torch.dtype
-) -> Packer:
-    """What fills a bucket that lies there.
-
-    Args:
-        device: a GPU, or None for host memory.
-        content: the bucket, uint8.
-        dtype: the engine's.
-
-    Raises:
-        EngineError: the GPU cannot quantize here.
-    """
-    if device is None:
-        return HostPacker(plan, content)
-    return QuantizePacker(plan, content, dtype)
-
-
-class HostPacker:
+class HostPacker(Packer):
     """Copies parameters into host memory: codes and scales where the plan says so, made in plain
-    torch where the parameter lies, and the others as they are.
+    torch where the parameter lies, and the others as they are, which the engine checks.
 
     Args:
         content: the bucket, uint8.
@@ -70,9 +53,6 @@ class HostPacker:
 
     def __init__(self, plan: TransferPlan, content: torch.Tensor) -> None:
         self._plan, self._content = plan, content
-
-    def begin(self) -> None:
-        """Nothing is kept."""
 
     def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
         flat, dtype = whole.view(-1), self._plan.sources[index].sent_as
@@ -83,12 +63,6 @@ class HostPacker:
                     self._encode(span, part)
                 else:
                     self._write(span.offset, part)
-
-    def complete(self, chunk: int) -> None:
-        """Nothing to do: ``put`` has copied it."""
-
-    def finish(self) -> None:
-        """Nothing to check here: the engine checks."""
 
     def _encode(self, span: Span, weight: torch.Tensor) -> None:
         format_ = self._plan.quantized[span.name]
@@ -112,7 +86,7 @@ class HostPacker:
         return stop
 
 
-class QuantizePacker:
+class QuantizePacker(Packer):
     """Writes codes and scales with the engine's own kernel: half of the bytes, the same ones.
 
     What is resident waits until its chunk is complete, and then takes a launch for all of it. What
@@ -121,6 +95,9 @@ class QuantizePacker:
     Args:
         content: the bucket, uint8, on the GPU.
         dtype: the engine's, to which weights are rounded before they are quantized.
+
+    Raises:
+        EngineError: the GPU cannot quantize here.
     """
 
     def __init__(self, plan: TransferPlan, content: torch.Tensor, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ import torch
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, DeviceMemory
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.transport.rank_client import Ranks, UnreachableMemoryError
+from trainer_bridge.transport.rank_client import EngineRanks, Engines, UnreachableMemoryError
 
 
 class Bucket:
@@ -57,7 +57,7 @@ class Bucket:
                 raise UnreachableMemoryError(str(error)) from error
             self._message = {"op": "bucket", "name": self.name, "handle": handle}
 
-    def share(self, ranks: Ranks) -> None:
+    def share(self, ranks: EngineRanks | Engines[Any]) -> None:
         """Have every rank open it, in the place of an older one, unless all have.
 
         Raises:

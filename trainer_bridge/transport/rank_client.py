@@ -4,9 +4,9 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -41,17 +41,6 @@ class UnreachableMemoryError(EngineError):
 
 class SlowEngineError(EngineError):
     """A rank took too long over a step."""
-
-
-class Ranks(Protocol):
-    """Ranks of one engine or of several, to which memory is shown."""
-
-    @property
-    def known(self) -> Collection[str]:
-        """Names of the shared memory that every rank has open."""
-
-    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-        """Send a message to all and wait for their replies."""
 
 
 class EngineRanks(ABC):
@@ -170,6 +159,65 @@ class RankClients(EngineRanks):
 
     def wait(self, began: float | None = None) -> list[dict[str, Any]]:
         return [self._next_reply(rank, began) for rank in self._sockets]
+
+
+class Member(Protocol):
+    """An engine in an update."""
+
+    ranks: EngineRanks | None
+    """Its ranks, while its session is open."""
+
+
+M = TypeVar("M", bound=Member)
+
+
+class Engines(Generic[M]):
+    """The engines of an update, as if they were one.
+
+    Args:
+        lose: called with an engine that failed; it raises where the update cannot go on without.
+    """
+
+    def __init__(self, members: list[M], lose: Callable[[M, EngineError], None]) -> None:
+        self._members, self._lose = members, lose
+
+    @property
+    def open(self) -> list[tuple[M, EngineRanks]]:
+        """The engines whose session is open, with their ranks."""
+        return [(member, member.ranks) for member in self._members if member.ranks is not None]
+
+    @property
+    def ranks(self) -> list[EngineRanks]:
+        return [ranks for _, ranks in self.open]
+
+    @property
+    def known(self) -> set[str]:
+        """Names of the shared memory that every rank of every engine has open."""
+        known = [ranks.known for ranks in self.ranks]
+        return set.intersection(*known) if known else set()
+
+    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+        """Send a message to every rank of every engine and wait for their replies."""
+        for ranks in self.ranks:
+            ranks.send(message, fds)
+        return self.wait()
+
+    def wait(self) -> list[dict[str, Any]]:
+        """The next reply of every rank; an engine that has none is lost.
+
+        Raises:
+            EngineError: the update cannot go on without that engine.
+        """
+        replies: list[dict[str, Any]] = []
+        began = time.monotonic()
+        for member, ranks in self.open:
+            try:
+                replies += ranks.wait(began)
+            except UnreachableMemoryError:
+                raise
+            except EngineError as error:
+                self._lose(member, error)
+        return replies
 
 
 def receive(sock: socket.socket) -> dict[str, Any]:

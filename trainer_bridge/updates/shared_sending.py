@@ -5,8 +5,7 @@ sends its own chunks, over its own link; the first rank begins the update, and h
 """
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -26,9 +25,9 @@ from trainer_bridge.session.transaction import Transaction
 from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.sources.parameters import Named, mesh_size
 from trainer_bridge.transfer.layout import gpu_of
-from trainer_bridge.transport.rank_client import EngineRanks
+from trainer_bridge.transport.rank_client import EngineRanks, Engines
 from trainer_bridge.transport.relay_client import RelayClient
-from trainer_bridge.ways.changes import as_sent
+from trainer_bridge.ways.carriers import as_sent
 from trainer_bridge.ways.chunks import Chunks
 from trainer_bridge.ways.sender import Sender
 
@@ -80,46 +79,14 @@ class Offer:
     """See ``Carrier.bases``."""
 
 
-class Relays:
-    """The engines that this rank sends to.
+@dataclass(eq=False)
+class Reached:
+    """An engine that this rank sends to."""
 
-    Raises:
-        EngineError: one cannot be reached from here.
-    """
-
-    def __init__(self, relays: Mapping[str, Relay]) -> None:
-        self.errors: dict[str, str] = {}
-        """Why engines did not get their part, by name."""
-        self._relays: dict[str, RelayClient] = {}
-        try:
-            for engine, (where, token, timeout_s) in relays.items():
-                self._relays[engine] = RelayClient(where, token, None, timeout_s, CONNECT_S)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def ranks(self) -> list[EngineRanks]:
-        return [relay for engine, relay in self._relays.items() if engine not in self.errors]
-
-    @property
-    def network_bytes(self) -> int:
-        return sum(relay.network_bytes for relay in self._relays.values())
-
-    def wait(self) -> None:
-        """The rank that leads decides what becomes of engines that fail here."""
-        began = time.monotonic()
-        for engine in [each for each in self._relays if each not in self.errors]:
-            try:
-                self._relays[engine].wait(began)
-            except EngineError as error:
-                self.errors[engine] = str(error)
-                self._relays[engine].close()
-
-    def close(self) -> None:
-        """Hang up."""
-        for relay in self._relays.values():
-            relay.close()
+    name: str
+    relay: RelayClient
+    ranks: EngineRanks | None
+    """The same, until it failed."""
 
 
 class Part:
@@ -145,19 +112,23 @@ class Part:
         self._plan, self._sender, self._device = plan, sender, device
         self._changes = KEPT.bases.changes(*offer.bases)
         self._fault: str | None = None
+        self._errors: dict[str, str] = {}
+        """Why engines did not get this part, by name."""
+        self._reached: list[Reached] = []
         sender.join(self)
         try:
             # in host memory, only the pages of this rank's slots are ever touched
             self._packer = sender.fill(plan, device)
             self._packer.begin()
-            self._relays = Relays(offer.relays)
+            for engine, (where, token, timeout_s) in offer.relays.items():
+                relay = RelayClient(where, token, None, timeout_s, CONNECT_S)
+                self._reached.append(Reached(engine, relay, relay))
         except BaseException:
-            sender.leave(self)
+            self._hang_up()
             raise
         filled, content = partial(sender.content, plan), partial(as_sent, self._changes)
-        self._chunks = Chunks(
-            plan, self._relays, filled, content, self._packer, number, offer.senders
-        )
+        engines = Engines(self._reached, partial(_lose, self._errors))  # self would be a cycle
+        self._chunks = Chunks(plan, engines, filled, content, self._packer, number, offer.senders)
 
     def put(self, index: int, whole: torch.Tensor) -> None:
         """Put a parameter in; whatever fails is told at the end."""
@@ -171,7 +142,8 @@ class Part:
         self._try(self._chunks.flush)
         self._chunks.await_read()  # also behind a fault: engines go on reading
         self._try(self._packer.finish)
-        return Sent(self._fault, self._relays.errors, self._relays.network_bytes)
+        network_bytes = sum(engine.relay.network_bytes for engine in self._reached)
+        return Sent(self._fault, self._errors, network_bytes)
 
     def committed(self) -> None:
         """The engines have what was sent."""
@@ -182,8 +154,12 @@ class Part:
 
     def close(self) -> None:
         """Hang up."""
-        self._relays.close()
+        self._hang_up()
         self._chunks.close()
+
+    def _hang_up(self) -> None:
+        for engine in self._reached:
+            engine.relay.close()
         self._sender.leave(self)
 
     def _try(self, action: Callable[..., object], *args: Any) -> None:
@@ -193,6 +169,12 @@ class Part:
         if error is not None:
             logger.error("a rank could not send its part", exc_info=error)
             self._fault = str(error) or type(error).__name__
+
+
+def _lose(errors: dict[str, str], engine: Reached, error: EngineError) -> None:
+    """The rank that leads decides what becomes of it."""
+    errors[engine.name], engine.ranks = str(error), None
+    engine.relay.close()
 
 
 class Together(NamedTuple):

@@ -87,11 +87,7 @@ class Weights:
         return None
 
     def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
-        """Join the reports of all ranks on the leader; the others start to quantize.
-
-        Args:
-            reports: of all ranks, on the leader.
-        """
+        """Join the reports of all ranks on the leader; the others start to quantize."""
 
     def plan(
         self, sender: Sender, client: EngineClient, device: torch.device | None

@@ -1,7 +1,14 @@
-"""The ways of what is not read in place: chunks of memory that engines read, or are sent."""
+"""The ways of what is not read in place: chunks of memory that engines read, or are sent.
+
+Exact changes are what an update changes of the one before, which engines on other hosts hold: a
+trainer keeps the chunks of the last update, its base, and engines have it in what they store.
+"""
 
 import logging
-from collections.abc import Sequence
+import secrets
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -9,17 +16,107 @@ import torch
 from sgl_fp8rl.formats import by_tensor
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, gpu_uuid
-from sgl_fp8rl.protocol.image import Steps
+from sgl_fp8rl.protocol.image import Change, Image, Steps
 from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.rank_client import Content, EngineRanks
-from trainer_bridge.ways.changes import Base, Changes, as_sent
 
 logger = logging.getLogger(__name__)
 
 LEAST_CHUNK_BYTES = 32 << 20
 """Smaller chunks are more round trips than work."""
+KEPT = 2
+"""Bases of a rank that does not lead; each is its part of a model."""
+
+
+@dataclass
+class Base:
+    """The last update that an engine on another host committed. It outlasts a failure: the engine
+    says what it holds."""
+
+    fingerprint: str
+    """Of its manifest."""
+    image: Image
+    has_failed: bool = False
+    """Whether the last update of an engine that holds it failed: after a second one the next is
+    whole."""
+
+
+class Changes:
+    """The changes of one update.
+
+    Args:
+        base: what they are of; None where chunks travel whole.
+        name: of what they make.
+    """
+
+    def __init__(self, base: Image | None, name: str | None = None) -> None:
+        self.before = "" if base is None else base.name
+        """The name of the base; empty where chunks travel whole."""
+        self.name = name or secrets.token_hex(16)
+        self._image = base or Image("", {})
+        self._changes: dict[int, Change] = {}
+        self._device = torch.device("cpu")
+
+    def of(self, chunk: int, content: torch.Tensor) -> Steps[Change]:
+        """What becomes of a chunk.
+
+        Args:
+            content: uint8, where weights are quantized: the base lies there too. It is copied where
+                it is needed later than after two steps.
+        """
+        self._device = content.device
+        change = self._changes[chunk] = yield from self._image.changing(chunk, content)
+        return change
+
+    def commit(self) -> Image:
+        """What engines hold from now on."""
+        return self._image.advance(self._changes, self.name, self._device)
+
+
+def as_sent(
+    changes: Changes | None, chunk: int, content: Content, held: Collection[str | None]
+) -> Steps[Content]:
+    """A chunk as engines on other hosts are sent it: with its change, if they keep bases.
+
+    Args:
+        held: the bases of all of them.
+    """
+    data, offset = content.data, content.offset
+    if changes is None:
+        return Content(offset, data.cpu())
+    before = changes.before
+    is_whole_for_some = before and any(name != before for name in held)
+    whole = data.cpu() if is_whole_for_some else data
+    change = yield from changes.of(chunk, data)
+    return Content(offset, whole if change.is_delta else change.payload, before, change)
+
+
+class Bases:
+    """What a rank that does not lead sent in updates before, by the names of the bases."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Image] = OrderedDict()
+
+    def changes(self, before: str, name: str) -> Changes | None:
+        """The changes of an update to a base, which make another one; None where engines keep
+        none, and so does this rank from now on."""
+        if not name:
+            self.forget()
+            return None
+        return Changes(self._kept.get(before) or Image(before, {}), name)
+
+    def keep(self, changes: Changes) -> None:
+        """The update has committed."""
+        self._kept.pop(changes.before, None)
+        self._kept[changes.name] = changes.commit()
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+
+    def forget(self) -> None:
+        """Engines keep none any more."""
+        self._kept.clear()
 
 
 class Holder(Protocol):
@@ -30,7 +127,13 @@ class Holder(Protocol):
 
 
 class Carrier:
-    """A way of chunks to the engines of one layout."""
+    """The bucket that the engines of one layout read, and what it holds for them. On this host they
+    open it: device memory of the trainer, or host memory for engines on a CPU, for trainers without
+    a GPU, and for those whose GPU memory the engine cannot open.
+
+    Args:
+        device: the trainer's GPU, or None where it has none that the engines can read.
+    """
 
     is_far = False
     """Whether engines are sent what is in the bucket."""
@@ -38,19 +141,16 @@ class Carrier:
     def __init__(self, layout: dict[str, Any], device: torch.device | None) -> None:
         self._layout, self.device = layout, device
 
-    @staticmethod
-    def fits(layout: dict[str, Any], device: torch.device | None) -> bool:
-        """Whether these engines can be reached so.
-
-        Args:
-            device: the trainer's GPU, or None where it has none that the engines can read.
-        """
-        raise NotImplementedError
-
     @property
     def slots(self) -> int:
-        """Of the bucket, of which one is filled while the engine writes another."""
-        return SLOTS
+        """Of the bucket, of which one is filled while the engine writes another; 1 of their size
+        together where one GPU would fill and write, which takes turns between processes."""
+        if self.device is None or self.device.type != "cuda":
+            return SLOTS
+        try:
+            return 1 if {gpu_uuid(self.device.index)} == set(self._layout["gpus"]) else SLOTS
+        except CudaMemoryError:
+            return SLOTS  # whoever shares this GPU's memory will say what is wrong with it
 
     def senders(self, ranks: int) -> int:
         """How many of so many ranks send together: each has slots of its own."""
@@ -58,7 +158,10 @@ class Carrier:
 
     @property
     def quantized(self) -> dict[str, WeightFormat]:
-        """HF tensors that are quantized on the way, since the engines keep them so."""
+        """HF tensors that are quantized on the way, since the engines keep them so. Without a GPU
+        engines do it, unless weights would have gone through one of the trainer's."""
+        if self.device is None and not self._layout["through_host"]:
+            return {}
         return by_tensor(self._layout["formats"])
 
     def bucket(self, nbytes: int) -> Bucket:
@@ -79,6 +182,8 @@ class Carrier:
         Args:
             held: the bases that engines hold.
         """
+        if self.device is not None:
+            torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
         return None
         yield
 
@@ -92,45 +197,6 @@ class Carrier:
 
     def close(self) -> None:
         """The update is over, however it ended."""
-
-
-class GPUBucket(Carrier):
-    """Device memory of the trainer, which ranks on this host open; they read codes."""
-
-    @staticmethod
-    def fits(layout: dict[str, Any], device: torch.device | None) -> bool:
-        return device is not None
-
-    @property
-    def slots(self) -> int:
-        """1 of their size together where one GPU would fill and write, which takes turns between
-        processes."""
-        assert self.device is not None
-        if self.device.type != "cuda":
-            return SLOTS
-        try:
-            return 1 if {gpu_uuid(self.device.index)} == set(self._layout["gpus"]) else SLOTS
-        except CudaMemoryError:
-            return SLOTS  # whoever shares this GPU's memory will say what is wrong with it
-
-    def content(self, chunk: int, data: Content, held: list[str | None]) -> Steps[Content | None]:
-        torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
-        return None
-        yield
-
-
-class HostBucket(Carrier):
-    """Host memory: for engines on a CPU, for trainers without a GPU, and for those whose GPU memory
-    the engine cannot open."""
-
-    @staticmethod
-    def fits(layout: dict[str, Any], device: torch.device | None) -> bool:
-        return True
-
-    @property
-    def quantized(self) -> dict[str, WeightFormat]:
-        """Of weights that would have gone through the trainer's GPU; engines quantize others."""
-        return super().quantized if self._layout["through_host"] else {}
 
 
 class TCP(Carrier):
@@ -147,9 +213,13 @@ class TCP(Carrier):
         self._keeping: list[Holder] = []
         self._fingerprint = ""
 
-    @staticmethod
-    def fits(layout: dict[str, Any], device: torch.device | None) -> bool:
-        return bool(layout["is_remote"])
+    @property
+    def slots(self) -> int:
+        return SLOTS
+
+    @property
+    def quantized(self) -> dict[str, WeightFormat]:
+        return by_tensor(self._layout["formats"])
 
     def senders(self, ranks: int) -> int:
         most: int = self._layout["bucket_bytes"] // (SLOTS * LEAST_CHUNK_BYTES)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -10,23 +10,11 @@ from sgl_fp8rl.protocol.image import Steps
 from sgl_fp8rl.protocol.manifest import SLOTS
 from trainer_bridge.transfer.packer import Packer
 from trainer_bridge.transfer.transfer_plan import TransferPlan
-from trainer_bridge.transport.rank_client import Content, EngineRanks
+from trainer_bridge.transport.rank_client import Content, Engines
 
 T = TypeVar("T")
 Message = dict[str, Any]
 assert SLOTS >= 2
-
-
-class Readers(Protocol):
-    """The engines that chunks are sent to."""
-
-    @property
-    def ranks(self) -> list[EngineRanks]:
-        """Those of each engine that is still in the update."""
-
-    def wait(self) -> object:
-        """Wait for the next reply of each. What becomes of an engine that has none, and of the
-        update, is decided here."""
 
 
 class Lookahead(Generic[T]):
@@ -78,14 +66,14 @@ class Chunks:
     def __init__(
         self,
         plan: TransferPlan,
-        readers: Readers,
+        engines: Engines[Any],
         filled: Callable[[int], Content],
         content: Callable[[int, Content, list[str | None]], Steps[Content | None]],
         packer: Packer | None = None,
         number: int = 0,
         senders: int = 1,
     ) -> None:
-        self._plan, self._readers, self.packer = plan, readers, packer
+        self._plan, self._engines, self.packer = plan, engines, packer
         self._filled, self._content = filled, content
         self._number, self.senders = number, senders
         self.order: list[str] = []
@@ -145,17 +133,17 @@ class Chunks:
         message: Message = {"op": "chunk", "index": chunk}
         if self._plan.streamed:
             message["order"], self.order = self.order, []
-        if self._is_mine(chunk) and self._readers.ranks:
+        if self._is_mine(chunk) and self._engines.ranks:
             for ready in self._ahead.push(self._ready(message)):
                 self._send(*ready)
 
     def _ready(self, message: Message) -> Steps[tuple[Message, Content | None]]:
-        chunk, held = message["index"], [ranks.image for ranks in self._readers.ranks]
+        chunk, held = message["index"], [ranks.image for ranks in self._engines.ranks]
         return message, (yield from self._content(chunk, self._filled(chunk), held))
 
     def _send(self, message: Message, content: Content | None) -> None:
         self._await_engine()
-        for ranks in self._readers.ranks:
+        for ranks in self._engines.ranks:
             ranks.send_chunk(message, content)
         self._in_flight += 1
 
@@ -167,7 +155,7 @@ class Chunks:
         if not self._is_mine(chunk):
             return False
         self._await_engine()
-        return bool(self._readers.ranks)  # or the bucket may be gone
+        return bool(self._engines.ranks)  # or the bucket may be gone
 
     def _await_engine(self) -> None:
         """Wait until engines have read so much that a slot is free."""
@@ -176,4 +164,4 @@ class Chunks:
 
     def _wait(self) -> None:
         self._in_flight -= 1
-        self._readers.wait()
+        self._engines.wait()

@@ -5,7 +5,7 @@ not be among it: only what has not moved since the last update is.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,41 +22,16 @@ Pieces = dict[str, list[Piece]]
 """Where each HF tensor lies, by the handles of its way."""
 
 
-class Case(NamedTuple):
-    """What an update brings to engines of one layout."""
-
-    named: Named
-    family: str | None
-    """See ``sources.sources``."""
-    readable: list[bool]
-    """Which are whole, on the GPU that is synchronised."""
-    shards: Shards | None
-    """Of all ranks, where none has moved since the last update."""
-    kv_scales: torch.Tensor | None
-    """The copy that stays at one address."""
-    is_shared: bool
-    """Whether several engines are sent the same: what is whole is quantized once for all."""
-
-
 class InPlace:
     """A way of parameters that engines read where they lie."""
 
-    def __init__(self, layout: dict[str, Any]) -> None:
-        self._layout = layout
+    def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         """The engines let go of everything."""
         self.found: frozenset[int] = frozenset()
         """The parameters that go this way."""
-
-    def choose(self, case: Case, taken: Collection[int]) -> frozenset[int]:
-        """The parameters that can go this way now.
-
-        Args:
-            taken: those that go another one.
-        """
-        raise NotImplementedError
 
     @property
     def memory(self) -> tuple[Sequence[str], Sequence[Handle]]:
@@ -69,7 +44,16 @@ class InPlace:
 
 
 class OfShards(InPlace):
-    """A way of shards on the GPUs of all ranks of this host."""
+    """Shards on the GPUs of all ranks of this host.
+
+    Args:
+        layout: of the engines.
+        are_codes: whether as codes and scales that ranks have made of them, or as they are.
+    """
+
+    def __init__(self, layout: dict[str, Any], are_codes: bool) -> None:
+        super().__init__()
+        self._layout, self._are_codes = layout, are_codes
 
     def forget(self) -> None:
         super().forget()
@@ -77,8 +61,17 @@ class OfShards(InPlace):
         self._family: str | None = None
         self._pieces: Pieces = {}
 
-    def choose(self, case: Case, taken: Collection[int]) -> frozenset[int]:
-        shards, layout = case.shards, self._layout
+    def choose(
+        self, named: Named, family: str | None, shards: Shards | None, taken: Collection[int]
+    ) -> frozenset[int]:
+        """The parameters that can go this way now.
+
+        Args:
+            family: see ``sources.sources``.
+            shards: of all ranks, where none has moved since the last update.
+            taken: those that go another one.
+        """
+        layout = self._layout
         # without fp32: an engine of dummy weights, which does not know yet what it keeps in FP8
         if (
             shards is None
@@ -86,51 +79,31 @@ class OfShards(InPlace):
             or not shards.gpus <= set(layout["visible_gpus"])
         ):
             self.forget()
-        elif shards is not self._shards or case.family != self._family:
-            self.forget()
-            self._shards, self._family = shards, case.family
-            found = self._lying(shards, case, taken)
-            self.found = frozenset(found)
-            self._pieces = {name: each for of in found.values() for name, each in of.items()}
+        elif shards is not self._shards or family != self._family:
+            self._shards, self._family = shards, family
+            lying: dict[int, Pieces] = {}
+            if self._are_codes:
+                lying = pieces_of_codes(shards, named, family, layout)
+            else:
+                for index, source in enumerate(sources_for(named, family, layout)):
+                    views = source.announce(source.dtype)
+                    pieces = {name: shards.pieces(index, view) for name, view in views}
+                    if index not in taken and all(pieces.values()):
+                        lying[index] = {name: each for name, each in pieces.items() if each}
+            self.found = frozenset(lying)
+            self._pieces = {name: each for of in lying.values() for name, each in of.items()}
         return self.found
+
+    @property
+    def memory(self) -> tuple[Sequence[str], Sequence[Handle]]:
+        held = self._shards
+        if self._are_codes and held is not None and held.codes is not None:
+            _, held = held.codes
+        assert held is not None
+        return held.seeds, held.handles
 
     def pieces(self, plan: TransferPlan) -> Pieces:
         return self._pieces
-
-    def _lying(self, shards: Shards, case: Case, taken: Collection[int]) -> dict[int, Pieces]:
-        """Where parameters lie, by their places."""
-        raise NotImplementedError
-
-
-class ShardCodes(OfShards):
-    """Codes and scales that ranks have made of their shards."""
-
-    @property
-    def memory(self) -> tuple[Sequence[str], Sequence[Handle]]:
-        assert self._shards is not None and self._shards.codes is not None
-        _, codes = self._shards.codes
-        return codes.seeds, codes.handles
-
-    def _lying(self, shards: Shards, case: Case, taken: Collection[int]) -> dict[int, Pieces]:
-        planned = sources_for(case.named, case.family, self._layout)
-        return pieces_of_codes(shards, case.named, case.family, self._layout, planned)
-
-
-class WholeShards(OfShards):
-    """Shards as they are."""
-
-    @property
-    def memory(self) -> tuple[Sequence[str], Sequence[Handle]]:
-        assert self._shards is not None
-        return self._shards.seeds, self._shards.handles
-
-    def _lying(self, shards: Shards, case: Case, taken: Collection[int]) -> dict[int, Pieces]:
-        lying: dict[int, Pieces] = {}
-        for index, source in enumerate(sources_for(case.named, case.family, self._layout)):
-            pieces = {n: shards.pieces(index, view) for n, view in source.announce(source.dtype)}
-            if index not in taken and all(pieces.values()):
-                lying[index] = {name: each for name, each in pieces.items() if each}
-        return lying
 
 
 class Parameters(InPlace):
@@ -140,12 +113,29 @@ class Parameters(InPlace):
         super().forget()
         self._placement: Placement | None = None
 
-    def choose(self, case: Case, taken: Collection[int]) -> frozenset[int]:
-        """KV scales come last, keep their place in an update without them, and do not cause
-        anything to be read in place."""
-        scales, able, tensors = case.kv_scales, [], []
-        for index, (_, tensor) in enumerate(case.named):
-            if case.readable[index] and (tensor is scales or not case.is_shared):
+    def choose(
+        self,
+        named: Named,
+        readable: list[bool],
+        scales: torch.Tensor | None,
+        is_shared: bool,
+        taken: Collection[int],
+    ) -> frozenset[int]:
+        """The parameters that can go this way now.
+
+        KV scales come last, keep their place in an update without them, and do not cause anything
+        to be read in place.
+
+        Args:
+            readable: which are whole, on the GPU that is synchronised.
+            scales: the copy of KV scales that stays at one address.
+            is_shared: whether several engines are sent the same: what is whole is quantized once
+                for all.
+            taken: those that go another way.
+        """
+        able, tensors = [], []
+        for index, (_, tensor) in enumerate(named):
+            if readable[index] and (tensor is scales or not is_shared):
                 able.append(index)
                 if tensor is not scales:
                     tensors.append(tensor)

@@ -1,5 +1,5 @@
-"""The table of ways, the one choice among them, and what a trainer keeps for engines of one layout:
-plans, and the memory that they read."""
+"""The one choice among ways, and what a trainer keeps for engines of one layout: plans, and the
+memory that they read."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,26 +14,13 @@ from trainer_bridge.shards.placed_shards import Shards
 from trainer_bridge.sources.announcement import Announcement, announced
 from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.layout import check_kv_scales, format_of_codes, ignored, sources_for
-from trainer_bridge.transfer.packer import Packer, packer_on
+from trainer_bridge.transfer.packer import HostPacker, Packer, QuantizePacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan, can_be_mapped, is_aligned
 from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.cuda_ipc import segments_message
-from trainer_bridge.transport.rank_client import Content, Ranks
-from trainer_bridge.ways.carriers import TCP, Carrier, GPUBucket, HostBucket
-from trainer_bridge.ways.in_place import (
-    Case,
-    InPlace,
-    OfShards,
-    Parameters,
-    ShardCodes,
-    WholeShards,
-)
-
-IN_PLACE: tuple[type[InPlace], ...] = (ShardCodes, WholeShards, Parameters)
-"""For each parameter the first of these that finds it where it lay at the last update."""
-CARRIERS: tuple[type[Carrier], ...] = (TCP, GPUBucket, HostBucket)
-"""For all others together the first of these that reaches the engines; none reads in place what is
-on another host."""
+from trainer_bridge.transport.rank_client import Content, EngineRanks, Engines
+from trainer_bridge.ways.carriers import TCP, Carrier
+from trainer_bridge.ways.in_place import InPlace, OfShards, Parameters
 
 
 class Sender:
@@ -55,7 +42,10 @@ class Sender:
         self._stream_plans: dict[tuple[bool, torch.device | None], TransferPlan] = {}
         """How to send that again: with or without KV scales, and through which GPU."""
         self._kv_scales: torch.Tensor | None = None
-        self.ways = {way: way(layout) for way in IN_PLACE}
+        self.codes, self.shards = OfShards(layout, True), OfShards(layout, False)
+        self.parameters = Parameters()
+        self._ways: tuple[InPlace, ...] = (self.codes, self.shards, self.parameters)
+        """For each parameter the first of these that finds it where it lay at the last update."""
         self._told: tuple[Any, dict[str, Any]] | None = None
         """What ranks were told of what they read in place, and what that was made of."""
         self._carriers: dict[torch.device | None, Carrier] = {}
@@ -75,16 +65,9 @@ class Sender:
             device: the trainer's GPU, or None where it has none that the engines can read.
         """
         if device not in self._carriers:
-            way = next(way for way in CARRIERS if way.fits(self.layout, device))
+            way = TCP if self.layout["is_remote"] else Carrier
             self._carriers[device] = way(self.layout, device)
         return self._carriers[device]
-
-    def choose(self, case: Case) -> dict[int, InPlace]:
-        """The way of each parameter that is read in place."""
-        chosen: dict[int, InPlace] = {}
-        for way in self.ways.values():
-            chosen |= dict.fromkeys(way.choose(case, chosen), way)
-        return chosen
 
     def share_with(self, engines: Iterable[object]) -> None:
         """Get ready for an update of these engines; others may have the memory open too."""
@@ -192,8 +175,12 @@ class Sender:
         """
         readable = [can_be_mapped(tensor) and tensor.device == device for _, tensor in named]
         carrier = self.carrier(device)
-        case = Case(named, family, readable, shards, self._kv_scales, self.is_shared)
-        chosen = {} if carrier.is_far else self.choose(case)
+        chosen: dict[int, InPlace] = {}
+        if not carrier.is_far:  # or nothing can be read in place
+            for way in (self.codes, self.shards):
+                chosen |= dict.fromkeys(way.choose(named, family, shards, chosen), way)
+            able = self.parameters.choose(named, readable, self._kv_scales, self.is_shared, chosen)
+            chosen |= dict.fromkeys(able, self.parameters)
         resident = [
             is_readable and is_aligned(tensor)
             for (_, tensor), is_readable in zip(named, readable, strict=True)
@@ -220,7 +207,7 @@ class Sender:
                 [index for index, is_resident in enumerate(resident) if is_resident],
                 streamed,
                 slots,
-                [index for index, way in chosen.items() if isinstance(way, ShardCodes)],
+                [index for index, way in chosen.items() if way is self.codes],
                 format_of_codes(self.layout).name,
             )
 
@@ -236,7 +223,7 @@ class Sender:
 
     def share(
         self,
-        ranks: Ranks,
+        ranks: EngineRanks | Engines[Any],
         plan: TransferPlan,
         device: torch.device | None,
         users: Iterable[object],
@@ -261,7 +248,10 @@ class Sender:
         return self.fill(plan, device, ranks)
 
     def fill(
-        self, plan: TransferPlan, device: torch.device | None, ranks: Ranks | None = None
+        self,
+        plan: TransferPlan,
+        device: torch.device | None,
+        ranks: EngineRanks | Engines[Any] | None = None,
     ) -> Packer:
         """What fills the bucket.
 
@@ -279,20 +269,21 @@ class Sender:
         if previous is not None and previous is not self._bucket:
             previous.close()  # every rank let go of it as it opened the new one
         if self._packer is None or self._packer[:2] != (plan, self._bucket):
-            dtype = getattr(torch, self.layout["dtype"])
-            packer = packer_on(device, plan, self._bucket.content, dtype)
+            content, dtype = self._bucket.content, getattr(torch, self.layout["dtype"])
+            on_host = device is None
+            packer = HostPacker(plan, content) if on_host else QuantizePacker(plan, content, dtype)
             self._packer = plan, self._bucket, packer
         return self._packer[2]
 
     @property
     def reads_shards(self) -> bool:
         """Whether the plan that was asked for last maps shards of several ranks."""
-        return any(isinstance(way, OfShards) for way in self._used)
+        return bool(self.codes.found or self.shards.found)
 
     @property
     def opened(self) -> tuple[str, ...]:
         """Seeds of the shards and codes that ``share`` had engines open."""
-        used = (way for way in self._used if isinstance(way, OfShards))
+        used = (way for way in (self.codes, self.shards) if way.found)
         return tuple(seed for way in used for seed in way.memory[0])
 
     def content(self, plan: TransferPlan, chunk: int) -> Content:
@@ -304,7 +295,7 @@ class Sender:
 
     @property
     def _used(self) -> list[InPlace]:
-        return [way for way in self.ways.values() if way.found]
+        return [way for way in self._ways if way.found]
 
     def _segments(self, plan: TransferPlan) -> dict[str, Any]:
         """What ranks need for this plan, which maps what was chosen."""
@@ -324,7 +315,7 @@ class Sender:
         return self._told[1]
 
     def _forget_places(self) -> None:
-        for way in self.ways.values():
+        for way in self._ways:
             way.forget()
         self._told = None
 
