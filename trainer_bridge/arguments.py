@@ -1,6 +1,7 @@
 """What callers pass, as Python's own: numbers and token ids of Python, NumPy and torch.
 
-Nothing is coerced: text, floats and booleans are not token ids, and True is not a number.
+Nothing is coerced: text, floats and booleans are not token ids, and True is not a number. All else
+is a ValueError that begins with the name that it was given.
 """
 
 import sys
@@ -39,11 +40,7 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST_WHOLE) -> int:
 
 
 def real(name: str, value: Any, *, above: bool = False, most: float = sys.float_info.max) -> float:
-    """A finite number from 0, or ``above`` 0, to ``most``.
-
-    Raises:
-        ValueError: it is of another kind (text and booleans are), NaN, infinite or out of range.
-    """
+    """A finite number from 0, or ``above`` 0, to ``most``."""
     found = as_python(value)
     if (
         (isinstance(found, float) or _is_whole(found))
@@ -57,20 +54,12 @@ def real(name: str, value: Any, *, above: bool = False, most: float = sys.float_
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """A timeout; None waits for ever.
-
-    Raises:
-        ValueError: it is not a number above 0.
-    """
+    """A timeout; None waits for ever."""
     return None if value is None else real(name, value, above=True)
 
 
 def flag(name: str, value: Any) -> bool:
-    """A boolean, also as 0 or 1.
-
-    Raises:
-        ValueError: it is of another kind, as the text "false" is.
-    """
+    """A boolean, also as 0 or 1."""
     found = as_python(value)
     if isinstance(found, int) and found in (0, 1):
         return bool(found)
@@ -111,19 +100,12 @@ def token_rows(name: str, rows: Any) -> list[list[int]]:
 
     Args:
         rows: a list of what ``token_ids`` takes, or a two-dimensional array or tensor.
-
-    Raises:
-        ValueError: it is not a list, or a row has other things than token ids.
     """
     return [token_ids(f"{name}[{index}]", row) for index, row in enumerate(listed(name, rows))]
 
 
 def listed(name: str, rows: Any) -> Sequence[Any]:
-    """The entries of a list, an array or a tensor.
-
-    Raises:
-        ValueError: it is of another kind, as text and a dict are.
-    """
+    """The entries of a list, an array or a tensor."""
     found = as_python(rows)
     if is_listed(found):
         return found  # type: ignore[no-any-return]

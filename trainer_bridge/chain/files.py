@@ -105,11 +105,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def zstandard() -> Any:
-    """The library.
-
-    Raises:
-        ChainError: it is not installed.
-    """
+    """The library."""
     try:
         import zstandard as library
     except ImportError as error:

@@ -57,11 +57,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def lock(folder: Path) -> BinaryIO:
-    """Keep other publishers out of a folder, until the file that is returned is closed.
-
-    Raises:
-        ChainError: one is at work.
-    """
+    """Keep other publishers out of a folder, until the file that is returned is closed."""
     file = (folder / LOCK).open("wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -268,9 +268,6 @@ def check_fields(whose: str, reply: dict[str, Any], sound: dict[str, bool]) -> N
 
     Args:
         sound: by the name of a field, whether its value is one that it may have.
-
-    Raises:
-        EngineError: one is not.
     """
     for name, is_sound in sound.items():
         if not is_sound:

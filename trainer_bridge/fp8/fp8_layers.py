@@ -47,11 +47,7 @@ class FP8Module(nn.Module):
         return self
 
     def _whole(self, name: str) -> tuple[torch.Tensor, FP8Parameter]:
-        """A weight to compute with, and its codes.
-
-        Raises:
-            ValueError: it is sharded.
-        """
+        """A weight to compute with, and its codes."""
         weight, parameter = getattr(self, name), self.fp8_parameters[name]
         if isinstance(weight, DTensor):
             raise ValueError(
@@ -116,9 +112,6 @@ def convert(
         name: of the module, for messages.
         dtype: the engine's, to which weights are rounded before they are quantized.
         format_: the engine's, one of ``BLOCKS``.
-
-    Raises:
-        ValueError: as of ``check_kind``.
     """
     check_kind(module, name)
     names: tuple[str, ...] = ("weight",)
@@ -183,11 +176,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def check_experts(module: nn.Module, name: str) -> None:
-    """Check that experts are stored, and gated, as ``FP8Experts`` and ``fp8_experts`` compute them.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Check that experts are stored and gated as ``FP8Experts`` computes them."""
     # transformers marks unusual memory layouts of experts modules
     usual = getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
     if not usual or getattr(module, "has_bias", False):

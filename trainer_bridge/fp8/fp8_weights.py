@@ -97,11 +97,7 @@ class FP8Parameter:
         self.registered(parameter)
 
     def tensors(self, name: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """What an update sends: codes and scales, or the parameter where FSDP2 gathers it as it is.
-
-        Args:
-            name: of the parameter.
-        """
+        """What an update sends: codes and scales, or the parameter that FSDP2 gathers as it is."""
         if not isinstance(parameter, DTensor):
             pair: tuple[torch.Tensor, ...] = self.codes(parameter, anew=True)
         elif moves_codes(parameter):

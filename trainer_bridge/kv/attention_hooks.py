@@ -17,11 +17,7 @@ FAKE_QUANTIZED = "fake_quantized_kv"
 
 
 class Watch:
-    """The attention modules of one model, and the mask of its current batch.
-
-    Raises:
-        ValueError: it is not a transformers model.
-    """
+    """The attention modules of one model, and the mask of its current batch."""
 
     def __init__(self, observe: Observe, model: nn.Module) -> None:
         self._observe = observe
@@ -115,11 +111,7 @@ def install() -> None:
 
 @contextmanager
 def reporting(watch: Watch) -> Iterator[None]:
-    """Have transformers' attention functions report to ``watch``.
-
-    Raises:
-        ValueError: as ``install``.
-    """
+    """Have transformers' attention functions report to ``watch``."""
     install()
     _watches.append(watch)
     try:
@@ -157,11 +149,7 @@ def _hooked(get_interface: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attention_layers(model: nn.Module) -> dict[nn.Module, int]:
-    """The attention modules of a transformers model's decoder, and the layer of each.
-
-    Raises:
-        ValueError: it is not a transformers model.
-    """
+    """The attention modules of a transformers model's decoder, and the layer of each."""
     config = text_config(model)
     return {
         module: int(module.layer_idx)  # type: ignore[arg-type]

@@ -100,7 +100,6 @@ def fake_quantize_kv(
     Args:
         scales_L2: of K and V in each layer of an E4M3 cache, each None of an INT8 cache, which has
             no scales of layers; None: K and V stay as they are, as in a new model.
-        dtype: the engine's.
 
     Raises:
         ValueError: they are of a model with other layers.

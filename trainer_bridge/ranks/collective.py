@@ -167,11 +167,7 @@ def ranks_of(named: Named, group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def check_ranks(named: Named, ranks: tuple[int, ...]) -> None:
-    """Check that the ranks that call hold the model.
-
-    Raises:
-        ManifestError: a parameter lies on ranks outside of them.
-    """
+    """Check that the ranks that call hold the model."""
     for name, holders in _holders(named):
         if not set(holders) <= set(ranks):
             raise ManifestError(

@@ -42,11 +42,7 @@ for _each in (
 
 
 def pack(value: Any) -> bytes:
-    """The bytes of a value.
-
-    Raises:
-        TypeError: it is of a class that ranks do not exchange.
-    """
+    """The bytes of a value."""
     return json.dumps(_packed(value)).encode()
 
 

@@ -44,9 +44,6 @@ def serving_engines(
 ) -> tuple[list[ServingEngine], Policy | None]:
     """The engines that serve, and the policy that this process updated them to last.
 
-    Args:
-        engines: as for ``rollout``.
-
     Raises:
         ValueError: none of them serves the expected policy.
         EngineError: none can be reached, or what answers is not such an engine.
@@ -91,9 +88,6 @@ def check_status(whose: str, status: dict[str, Any], **more: bool) -> None:
 
     Args:
         more: whether other fields are sound.
-
-    Raises:
-        EngineError: a field is missing or of another type.
     """
     run = status.get("run")
     sound = {

@@ -219,11 +219,7 @@ def _unsupported(router: Any, reason: str) -> ValueError:
 
 
 def _routers(model: nn.Module) -> list[Any]:
-    """The routers in layer order.
-
-    Raises:
-        ValueError: none can be replayed.
-    """
+    """The routers in layer order."""
     found: list[Any] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -270,11 +266,7 @@ def _check_experts(model: nn.Module, routers: list[Any], experts: Sequence[torch
 
 
 def _refuse_reentrant(model: nn.Module) -> None:
-    """Refuse reentrant checkpointing, which does not notice a recomputation with other experts.
-
-    Raises:
-        ValueError: the model checkpoints with ``use_reentrant``.
-    """
+    """Refuse reentrant checkpointing, which does not notice a recomputation with other experts."""
     for module in model.modules():
         if module.training and getattr(module, "gradient_checkpointing", False):
             function = getattr(module, "_gradient_checkpointing_func", None)

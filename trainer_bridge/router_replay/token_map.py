@@ -31,11 +31,7 @@ class TokenMap:
         sequence_ids: torch.Tensor | None,
         position_ids: torch.Tensor | None,
     ) -> "TokenMap":
-        """From the arguments of ``replay_routing``.
-
-        Raises:
-            ValueError: they do not say which token is which.
-        """
+        """From the arguments of ``replay_routing``."""
         if attention_mask is not None and sequence_ids is None:
             sequence_ids = _of_mask(attention_mask)
         elif sequence_ids is None or attention_mask is not None:

@@ -70,9 +70,6 @@ class EngineConnection:
     def layout(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
         """The engine's layout, asked for once.
 
-        Args:
-            timeout_s: seconds to wait for it.
-
         Raises:
             EngineError: the engine cannot be reached, or is of another version.
         """
@@ -159,9 +156,6 @@ class Kept:
 
         Args:
             engine: an ``sgl.Engine``, an ``http://`` address, or a client.
-
-        Raises:
-            EngineError: it is none of these.
         """
         if isinstance(engine, str):
             place = normalized(engine), server_key()

@@ -35,9 +35,6 @@ class Participant:
         name: what errors call it.
         engine: as ``Kept.connection_to`` takes it.
         timeout_s: seconds that it may take over a step.
-
-    Raises:
-        EngineError: ``engine`` is of another kind.
     """
 
     def __init__(self, name: str, engine: Any, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
@@ -52,9 +49,6 @@ class Participant:
 
     def begin(self, manifest: Manifest, message: dict[str, Any]) -> None:
         """Open a session.
-
-        Args:
-            message: the same for every engine of the update.
 
         Raises:
             EngineError: the engine refused the update, or did not begin it in time, and goes on
@@ -159,9 +153,6 @@ def kept_alive(members: Sequence[Participant]) -> Iterator[None]:
 
     The message has no reply, so an engine that hangs neither delays the others nor has a reply to
     give later.
-
-    Args:
-        members: the engines that wait; none where nobody does.
     """
     if not members:
         yield
@@ -212,11 +203,7 @@ def participants_of(engines: Any) -> list[Participant]:
 
 
 def check_required(require: int | None, engines: int) -> int:
-    """How many engines must have the new version.
-
-    Raises:
-        ManifestError: ``require`` asks for none, or for more than there are.
-    """
+    """How many engines must have the new version."""
     require = as_python(require)
     if require is None:
         return engines

@@ -65,7 +65,6 @@ class Transaction:
     commit that the others make, and is quarantined.
 
     Args:
-        participants: the engines.
         named: the weights, or none where they are a stream.
         make_plan: what the engines of one layout are sent.
         required: how many of them must vote.
@@ -131,9 +130,6 @@ class Transaction:
 
         Args:
             digests: of the weights of each rank; "" where unknown.
-
-        Raises:
-            ManifestError: it brings something else.
         """
         if "" not in digests and tuple(digests) != self._decision.digests:
             raise ManifestError(

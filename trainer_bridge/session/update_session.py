@@ -21,11 +21,7 @@ from trainer_bridge.ways.sender import Sender
 
 
 def slowest_gpu(replies: list[dict[str, Any]]) -> float | None:
-    """Seconds of the slowest GPU in the ranks' replies to ``finish``; None on a CPU.
-
-    Raises:
-        EngineError: a rank reports something else.
-    """
+    """Seconds of the slowest GPU in the ranks' replies to ``finish``; None on a CPU."""
     seconds: list[Any] = [reply.get("gpu_seconds") for reply in replies]
     known = [each for each in seconds if type(each) in (int, float) and 0 <= each < float("inf")]
     if len(known) + seconds.count(None) != len(seconds):

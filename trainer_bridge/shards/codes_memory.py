@@ -36,9 +36,6 @@ class CodesMemory:
         dtype: the engine's, to which weights are rounded before they are quantized.
         allocate: makes the memory, uint8, by default torch's.
         format_: one of ``BLOCKS``.
-
-    Raises:
-        torch.OutOfMemoryError: the device has no room for them.
     """
 
     def __init__(

@@ -60,7 +60,6 @@ class Shards:
     """The shards of a model on all ranks.
 
     Args:
-        of_ranks: in the order of the ranks.
         sizes: elements of each parameter.
     """
 

@@ -103,11 +103,7 @@ class ShardCodes:
         self._memory.launch(None if shards is None else [*shards.values()])
 
     def check(self) -> None:
-        """Wait until all are quantized.
-
-        Raises:
-            EngineError: one holds NaN or Inf.
-        """
+        """Wait until all are quantized."""
         bad = self._memory.bad()
         if bad is not None:
             raise EngineError(f"{self._names[bad]} {NOT_FINITE}")

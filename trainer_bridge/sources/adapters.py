@@ -70,11 +70,7 @@ def merged(model: nn.Module) -> nn.Module:
 
 
 class _Merge:
-    """Makes the modules of one model without adapters.
-
-    Args:
-        names: of its modules.
-    """
+    """Makes the modules of one model without adapters."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         self._names = names

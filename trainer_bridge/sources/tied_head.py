@@ -60,9 +60,6 @@ def check_head(named: Named, tied: list[int] | None, repeats: bool | None) -> No
     Args:
         tied: shape of the engine's embedding; None where the engine does not tie.
         repeats: what ``repeats_embedding`` returned, on all ranks together.
-
-    Raises:
-        ManifestError: it is not the embedding.
     """
     if tied is None:
         return
@@ -108,11 +105,7 @@ class StreamedHead:
             self._others.append(_sums(tensor, self._dtype))
 
     def check(self) -> None:
-        """Check the head at the end of the stream.
-
-        Raises:
-            ManifestError: it came, and is not the embedding.
-        """
+        """Check the head at the end of the stream."""
         head, others = self._head, self._others
         if head is None or not others:
             return

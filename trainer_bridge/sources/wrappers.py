@@ -24,11 +24,7 @@ def chain(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of all that wraps it as a whole; adapters in its layers stay.
-
-    Args:
-        model: wrapped any number of times, or not.
-    """
+    """The model inside of all that wraps it as a whole; adapters in its layers stay."""
     *_, inside = chain(model)
     return inside
 

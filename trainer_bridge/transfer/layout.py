@@ -23,11 +23,7 @@ from trainer_bridge.sources.parameters import Named, Source, sources
 
 
 def check_layout(layout: dict[str, Any]) -> None:
-    """Check the fields of a layout that an update reads.
-
-    Raises:
-        EngineError: one is missing or of another type.
-    """
+    """Check the fields of a layout that an update reads."""
     formats, kv_cache = layout.get("formats"), layout.get("kv_cache")
     sound = {
         "dtype": layout.get("dtype") in [str(d).removeprefix("torch.") for d in WEIGHT_DTYPES],

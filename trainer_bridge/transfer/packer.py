@@ -45,11 +45,7 @@ class Packer:
 
 class HostPacker(Packer):
     """Copies parameters into host memory: codes and scales where the plan says so, made in plain
-    torch where the parameter lies, and the others as they are, which the engine checks.
-
-    Args:
-        content: the bucket, uint8.
-    """
+    torch where the parameter lies, and the others as they are, which the engine checks."""
 
     def __init__(self, plan: TransferPlan, content: torch.Tensor) -> None:
         self._plan, self._content = plan, content

@@ -58,10 +58,6 @@ class Bucket:
             self._message = {"op": "bucket", "name": self.name, "handle": handle}
 
     def share(self, ranks: EngineRanks | Engines[Any]) -> None:
-        """Have every rank open it, in the place of an older one, unless all have.
-
-        Raises:
-            EngineError: a rank cannot.
-        """
+        """Have every rank open it, in the place of an older one, unless all have."""
         if self.name not in ranks.known:
             ranks.ask(self._message, self._fds)

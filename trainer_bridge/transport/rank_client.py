@@ -132,11 +132,7 @@ class EngineRanks(ABC):
 
 
 class RankClients(EngineRanks):
-    """Each rank of an engine on this host, by a Unix socket of its own.
-
-    Args:
-        timeout_s: seconds that a rank may take over a step.
-    """
+    """Each rank of an engine on this host, by a Unix socket of its own."""
 
     def __init__(self, paths: Any, token: Any, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         if not are_names(paths) or not paths or not isinstance(token, str):
@@ -235,11 +231,7 @@ def receive(sock: socket.socket) -> dict[str, Any]:
 
 
 def check(reply: dict[str, Any]) -> None:
-    """Raise the error that a rank replied, if it is one.
-
-    Raises:
-        EngineError: it is.
-    """
+    """Raise the error that a rank replied, if it is one."""
     if "error" in reply:
         on_host = framing.RETRY_ON_HOST.items() <= reply.items()
         raise (UnreachableMemoryError if on_host else EngineError)(sentence_of(reply["error"]))

@@ -165,12 +165,7 @@ class Carrier:
         return by_tensor(self._layout["formats"])
 
     def bucket(self, nbytes: int) -> Bucket:
-        """A new one.
-
-        Raises:
-            EngineError: there is not enough memory.
-            UnreachableMemoryError: this system does not share the GPU's.
-        """
+        """A new one."""
         return Bucket(nbytes, self.device, not self.is_far)
 
     def begin(self, plan: TransferPlan, engines: Sequence[tuple[Holder, EngineRanks]]) -> None:

@@ -27,9 +27,6 @@ class Sender:
     """One trainer's side of the way to the engines of one layout.
 
     Engines share the bucket, so weights are put into it, and quantized, once for all of them.
-
-    Args:
-        layout: as the engines report it; they agree in all of it that is read here.
     """
 
     def __init__(self, layout: dict[str, Any]) -> None:
@@ -105,11 +102,7 @@ class Sender:
         return [*others, (name, kept.copy_(scales.detach()))]
 
     def remember_stream(self, plan: TransferPlan, order: Iterable[int]) -> None:
-        """Plan the next stream as this one came.
-
-        Args:
-            order: the sources, as they came.
-        """
+        """Plan the next stream as this one came."""
         names = (plan.sources[index].cuts[0][0] for index in order)
         self._stream = [(name, plan.views[name][1]) for name in names if name != KV_SCALES]
         self._stream_plans.clear()
@@ -129,12 +122,7 @@ class Sender:
         """The plan for a stream: that of the last one, or one that is made as tensors come.
 
         Args:
-            client: one of the engines.
             added: what comes behind the stream.
-
-        Raises:
-            EngineError: the engine cannot be reached.
-            ManifestError: the tensors of the stream are not known.
         """
         way = bool(added), device
         kept = self._stream_plans.get(way)
@@ -169,9 +157,6 @@ class Sender:
             streamed: the tensors come in another order than this one.
             shards: of all ranks, where none has moved since the last update.
             ranks: how many may send together to engines on other hosts.
-
-        Raises:
-            ManifestError: the tensors cannot make an update.
         """
         readable = [can_be_mapped(tensor) and tensor.device == device for _, tensor in named]
         carrier = self.carrier(device)
