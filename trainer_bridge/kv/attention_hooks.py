@@ -44,8 +44,10 @@ class Watch:
         self._observe(layer, key, value, self._mask)
 
     @contextmanager
-    def masks(self) -> Iterator[None]:
-        """Keep the mask of each batch during its forward pass."""
+    def reporting(self) -> Iterator[None]:
+        """Have transformers' attention functions report here, and keep the mask of each batch
+        during its forward pass."""
+        install()
         hooks = []
         for module in self._model.modules():
             signature = inspect.signature(module.forward)
@@ -54,9 +56,11 @@ class Watch:
                 before = functools.partial(self._enter, signature)
                 hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        _watches.append(self)
         try:
             yield
         finally:
+            _watches.remove(self)
             for hook in hooks:
                 hook.remove()
 
@@ -107,17 +111,6 @@ def install() -> None:
             "or call observe() in the model's attention"
         )
     AttentionInterface.get_interface = _hooked(original)
-
-
-@contextmanager
-def reporting(watch: Watch) -> Iterator[None]:
-    """Have transformers' attention functions report to ``watch``."""
-    install()
-    _watches.append(watch)
-    try:
-        yield
-    finally:
-        _watches.remove(watch)
 
 
 def _hooked(get_interface: Callable[..., Any]) -> Callable[..., Any]:

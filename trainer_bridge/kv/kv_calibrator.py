@@ -16,7 +16,7 @@ from sgl_fp8rl.ops.kv import power_of_two_above
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, FP8_MAX
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 from trainer_bridge.arguments import real, whole
-from trainer_bridge.kv.attention_hooks import Watch, reporting, text_config
+from trainer_bridge.kv.attention_hooks import Watch, text_config
 
 # Magnitudes are compared and counted by their FP32 bits: as integers these have the same order,
 # with Inf and NaN on top, so NaN also survives a maximum over ranks.
@@ -112,8 +112,7 @@ class KVCalibrator:
             ValueError: (in the forward) the mask is not ``[B, T]``, a KV cache holds earlier
                 tokens, or ``observe`` refuses.
         """
-        watch = Watch(self.observe, model)
-        with watch.masks(), reporting(watch):
+        with Watch(self.observe, model).reporting():
             yield
 
     @torch.no_grad()
