@@ -1,7 +1,7 @@
 """``fp8_forward``: a trainer computes its forward with the codes that its engines serve."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -53,8 +53,10 @@ class FP8Forward:
         """Parameters that FSDP2 gathers as they are and each rank quantizes at each all-gather: its
         ranks' rows are not whole blocks. All others are gathered as codes."""
         return [
-            name
-            for name, parameter in _quantized(self.model)
+            f"{prefix}.{attribute}"
+            for prefix, module in named_modules(self.model)
+            for attribute in vars(module).get("fp8_parameters", ())
+            for parameter in (getattr(module, attribute),)
             if isinstance(parameter, DTensor) and not moves_codes(parameter)
         ]
 
@@ -228,13 +230,6 @@ def _kv_scales_of(engine: Participant) -> list[tuple[float, float] | None] | Non
             f"not come yet; call it after a rollout, or give kv_scales to update"
         )
     return [(max(k), max(v)) for k, v in reply["scales"]]
-
-
-def _quantized(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter that has codes."""
-    for prefix, module in named_modules(model):
-        for attribute in vars(module).get("fp8_parameters", ()):
-            yield f"{prefix}.{attribute}", getattr(module, attribute)
 
 
 def _computed_with(model: nn.Module) -> Named:

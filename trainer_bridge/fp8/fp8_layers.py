@@ -146,22 +146,15 @@ def check_kind(module: nn.Module, name: str) -> None:
             f"{name} is sharded already; call fp8_forward before fully_shard, and without tensor "
             f"parallelism"
         )
-    if shape := next(filter(_is_ragged, _quantized_shapes(module)), None):
-        raise ValueError(
-            f"{name} has a weight of {'x'.join(map(str, shape))}, which is not whole blocks of "
-            f"{BLOCK}; start the engine with --fp8rl-ragged bf16, or ignore the layer"
-        )
-
-
-def _quantized_shapes(module: nn.Module) -> list[tuple[int, int]]:
-    """Rows and columns of each matrix that has blocks of its own."""
     weights = ((n, p) for n, p in module.named_parameters(recurse=False) if p.dim() > 1)
-    # gate and up are stacked, and begin with a block each
-    return [(p.shape[-2] // (1 + n.startswith("gate_up")), p.shape[-1]) for n, p in weights]
-
-
-def _is_ragged(shape: tuple[int, int]) -> bool:
-    return any(size % BLOCK for size in shape)
+    for attribute, weight in weights:
+        # gate and up are stacked, and begin with a block each
+        rows, cols = weight.shape[-2] // (1 + attribute.startswith("gate_up")), weight.shape[-1]
+        if rows % BLOCK or cols % BLOCK:
+            raise ValueError(
+                f"{name} has a weight of {rows}x{cols}, which is not whole blocks of {BLOCK}; "
+                f"start the engine with --fp8rl-ragged bf16, or ignore the layer"
+            )
 
 
 @cache
