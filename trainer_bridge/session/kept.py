@@ -2,7 +2,6 @@
 to one object, and ends with it."""
 
 import atexit
-import logging
 import time
 import weakref
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from sgl_fp8rl.protocol.states import State
 from trainer_bridge.engines.engine_client import (
     CONTROL_TIMEOUT_S,
     EngineClient,
-    EngineError,
     connect,
     normalized,
     server_key,
@@ -24,8 +22,6 @@ from trainer_bridge.transfer.layout import check_layout
 from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
 from trainer_bridge.ways.carriers import Base, Bases
 from trainer_bridge.ways.sender import Sender
-
-logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 2.0
 """Seconds that the end of this process may wait for its engines to let go of its memory."""
@@ -119,11 +115,6 @@ class EngineConnection:
         self.base = None
         self.forget()
 
-    def use_host_memory(self, why: EngineError) -> None:
-        """From now on: what the engine could not open once, it is not asked to open again."""
-        self.through_host = True
-        logger.warning("updates go through host memory, which is slower: %s", why)
-
     def committed(self, policy: Policy) -> None:
         """After an update: an engine that did not serve before it (dummy weights) knows only now
         what it keeps in FP8 and in FP32."""
@@ -160,19 +151,16 @@ class Kept:
         if isinstance(engine, str):
             place = normalized(engine), server_key()
             if place not in self._by_address:
-                self._by_address[place] = self._made(connect(*place))
+                self._by_address[place] = EngineConnection(connect(*place))
+                self._alive.add(self._by_address[place])
             return self._by_address[place]
         if id(engine) not in self._of_objects:
             connect(engine)  # of a proxy, the error would not name the type
             # a strong reference from the entry to the engine would keep both
-            self._of_objects[id(engine)] = self._made(connect(weakref.proxy(engine)))
+            self._of_objects[id(engine)] = EngineConnection(connect(weakref.proxy(engine)))
+            self._alive.add(self._of_objects[id(engine)])
             weakref.finalize(engine, self._of_objects.pop, id(engine), None).atexit = False
         return self._of_objects[id(engine)]
-
-    def _made(self, client: EngineClient) -> EngineConnection:
-        connection = EngineConnection(client)
-        self._alive.add(connection)
-        return connection
 
     def opened(self) -> set[str]:
         """Seeds of the shards and codes that engines have open."""

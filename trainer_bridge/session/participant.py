@@ -107,27 +107,24 @@ class Participant:
         self.connection.client.control({"op": "end"}, self.timeout_s)
         self.connection.committed(policy)
 
-    def abort(self, why: str, fence: bool) -> None:
-        """End the session, if it is open, and wait for its end.
+    def abort(self, why: str, fence: bool, others_go_on: bool = False) -> None:
+        """End the session, if it is open.
 
         Args:
             fence: the engine must not serve what it served before.
+            others_go_on: they do not wait for the end: this engine may hang.
         """
-        if self.ranks is not None:
-            ranks, self.ranks = self.ranks, None
-            ranks.send({"op": "abort", "reason": _gave_up(why), "fence": fence})
-            self._leave(ranks)
-
-    def leave_behind(self, why: str) -> None:
-        """End the session, if it is open, while others go on: they do not wait for an engine that
-        hangs. It must not serve what it served before."""
         if self.ranks is None:
             return
         ranks, self.ranks = self.ranks, None
-        ranks.send({"op": "abort", "reason": _gave_up(why), "fence": True})
-        ranks.close()
-        self._ending = Thread(target=self._end, daemon=True)
-        self._ending.start()
+        reason = f"the trainer gave up the update: {why}"
+        ranks.send({"op": "abort", "reason": reason, "fence": fence})
+        if others_go_on:
+            ranks.close()
+            self._ending = Thread(target=self._end, daemon=True)
+            self._ending.start()
+        else:
+            self._leave(ranks)
 
     def await_end(self, timeout_s: float) -> None:
         """Give a session that was left behind some time to end."""
@@ -172,10 +169,6 @@ def kept_alive(members: Sequence[Participant]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def _gave_up(why: str) -> str:
-    return f"the trainer gave up the update: {why}"
 
 
 def participants_of(engines: Any) -> list[Participant]:

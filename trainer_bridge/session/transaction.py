@@ -286,7 +286,7 @@ class Transaction:
             # keeps the trainer's tensors
             raise EngineError(f"{where}{error}", error.status) from error
         logger.warning("the update to %s goes on without %s: %s", self._policy, member.name, error)
-        member.leave_behind(str(error))
+        member.abort(str(error), fence=True, others_go_on=True)
 
     def _decide(self, decision: CommitDecision) -> None:
         self._decision = decision
@@ -317,8 +317,10 @@ def _gather(members: list[Participant], error: EngineError) -> None:
 
 
 def _use_host_memory(members: list[Participant], error: EngineError) -> None:
+    """What the engines could not open once, they are not asked to open again."""
+    logger.warning("updates go through host memory, which is slower: %s", error)
     for member in members:
-        member.connection.use_host_memory(error)
+        member.connection.through_host = True
 
 
 def _at_once(
