@@ -28,7 +28,7 @@ from tests.trainer_bridge.shards_job import (
 )
 from tests.trainer_bridge.test_fsdp import toy_trainer
 from tests.trainer_bridge.test_update import SMALL, engine_of, failing, holds
-from trainer_bridge.shards.shard_ranges import assign, held_here
+from trainer_bridge.shards.placed_shards import assign, held_here
 from trainer_bridge.sources.parameters import Source
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.updates.update import update

@@ -9,8 +9,7 @@ from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.shards.codes_memory import SUFFIX
-from trainer_bridge.shards.placed_shards import CodesWanted, Shards
-from trainer_bridge.shards.shard_ranges import Range
+from trainer_bridge.shards.placed_shards import CodesWanted, Range, Shards
 from trainer_bridge.sources.parameters import Named, Source, sources
 from trainer_bridge.transfer.layout import format_of_codes, sources_for
 

@@ -56,7 +56,12 @@ class CodesMemory:
         ]
         sizes = [-(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT for each in specs for spec in each]
         with torch.inference_mode(False):  # it is read inside and outside of inference mode
-            parts = iter((allocate or _allocated)(sum(sizes), weights[0].device).split(sizes))
+            device = weights[0].device
+            if allocate is None:
+                memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            else:
+                memory = allocate(sum(sizes), device)
+            parts = iter(memory.split(sizes))
             self.codes = [
                 Codes(*(next(parts)[: s.nbytes].view(s.dtype).view(s.shape) for s in each))
                 for each in specs
@@ -126,10 +131,6 @@ class CodesMemory:
         return describe_copy(
             *(source, box, target, box, to), segment=number, tag=number, power_of_two=power_of_two
         )
-
-
-def _allocated(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _kinds(weights: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:

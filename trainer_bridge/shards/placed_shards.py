@@ -2,22 +2,26 @@
 
 Each rank tells the one that leads where its shards are. What has not moved since the call before is
 read in place; the engine keeps that memory open until the next update.
+
+FSDP2 shards by rows, so each rank holds one range of elements of the flattened parameter. Other
+placements are gathered.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.ranks.rank_values import exchanged
-from trainer_bridge.shards.shard_ranges import Owners, Range, assign, held_here
 from trainer_bridge.sources.parameters import PLAIN, Named
 from trainer_bridge.transfer.transfer_plan import can_be_mapped
 from trainer_bridge.transport.cuda_ipc import Placement, placement_of
@@ -25,6 +29,11 @@ from trainer_bridge.transport.rank_client import UnreachableMemoryError
 
 KEPT = 4
 """Models of this process whose places are remembered, and of each rank on the rank that leads."""
+
+Range = tuple[int, int]
+"""(First, last + 1) of the elements that a rank holds; equal where it holds none."""
+Owners = list[dict[int, Range] | None]
+"""For each parameter the range that is read of each rank, or None where it is gathered."""
 
 
 @exchanged
@@ -118,6 +127,52 @@ class Shards:
                 )
             )
         return found
+
+
+def held_here(named: Named) -> list[Range | None]:
+    """The range of each parameter that this rank holds; None where it is not sharded by rows."""
+    return [
+        _range(tensor.shape, tensor.device_mesh, tensor.placements, tensor.to_local().shape)
+        if isinstance(tensor, DTensor)
+        else None
+        for _, tensor in named
+    ]
+
+
+@lru_cache(1024)
+def _range(
+    shape: torch.Size, mesh: Any, placements: tuple[Any, ...], local: torch.Size
+) -> Range | None:
+    if any(isinstance(placement, Partial) for placement in placements):
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    if tuple(sizes) != tuple(local):
+        return None  # torch 2.11 errs where TP and FSDP2 both cut rows, and not evenly
+    if 0 in sizes:
+        return 0, 0
+    if tuple(sizes[1:]) != tuple(shape[1:]):
+        return None
+    row = shape[1:].numel()
+    return offsets[0] * row, (offsets[0] + sizes[0]) * row
+
+
+def assign(held: list[list[Range | None]], sizes: list[int]) -> Owners:
+    """Divide the work: each element is read of the first rank that holds it.
+
+    Args:
+        held: for each rank, ``held_here``.
+        sizes: elements of each parameter.
+    """
+    owners: Owners = []
+    for size, ranges in zip(sizes, zip(*held, strict=True), strict=True):
+        first: dict[Range, int] = {}
+        for rank, each in enumerate(ranges):
+            if each is not None and each[0] < each[1]:
+                first.setdefault(each, rank)
+        ends = [0, *(stop for _, stop in sorted(first))]
+        covers = [start for start, _ in sorted(first)] == ends[:-1] and ends[-1] == size
+        owners.append({rank: each for each, rank in first.items()} if covers else None)
+    return owners
 
 
 class ShardRegistry:

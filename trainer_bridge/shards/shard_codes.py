@@ -23,11 +23,11 @@ from trainer_bridge.shards.codes_memory import SUFFIX, CodesMemory
 from trainer_bridge.shards.placed_shards import (
     CodesWanted,
     PlacedShards,
+    Range,
     ShardRegistry,
     ShardReport,
     Shards,
 )
-from trainer_bridge.shards.shard_ranges import Range
 from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.transfer_plan import is_aligned
 from trainer_bridge.transport.cuda_ipc import placement_of

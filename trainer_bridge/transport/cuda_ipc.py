@@ -78,26 +78,22 @@ def placement_of(tensors: list[torch.Tensor]) -> Placement | None:
     Raises:
         UnreachableMemoryError: this system does not share any.
     """
-    try:
-        return _place(tensors)
-    except CudaMemoryError as error:
-        raise UnreachableMemoryError(str(error)) from error
-
-
-def _place(tensors: list[torch.Tensor]) -> Placement | None:
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     segments: dict[int, int] = {}
     handles: list[Handle] = []
     spots: list[tuple[int, int]] = []
     base, stop = 0, 0
-    for address in addresses:
-        if not base <= address < stop:
-            base, size = base_of(address)
-            stop = base + size
-        if base not in segments:
-            if not exportable(base):
-                return None
-            segments[base] = len(handles)
-            handles.append(export(base))
-        spots.append((segments[base], address - base))
+    try:
+        for address in addresses:
+            if not base <= address < stop:
+                base, size = base_of(address)
+                stop = base + size
+            if base not in segments:
+                if not exportable(base):
+                    return None
+                segments[base] = len(handles)
+                handles.append(export(base))
+            spots.append((segments[base], address - base))
+    except CudaMemoryError as error:
+        raise UnreachableMemoryError(str(error)) from error
     return Placement(addresses, tuple(segments), tuple(handles), tuple(spots))
