@@ -15,10 +15,9 @@ from tests.trainer_bridge.test_fsdp import failure, run, toy_trainer
 from tests.trainer_bridge.test_transaction import late_engine, serves, states
 from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.sources.weights_digest import weights_digest
 from trainer_bridge.updates import weights
 from trainer_bridge.updates.update import RUN, update
-from trainer_bridge.updates.weights import WholeModel
+from trainer_bridge.updates.weights import WholeModel, weights_digest
 
 pytestmark = pytest.mark.timeout(120)
 

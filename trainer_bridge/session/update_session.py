@@ -89,10 +89,11 @@ class UpdateSession:
         check_readable(name, tensor)
         if not self._engines.open:
             return
-        plan, index = self.plan, self.plan.index_of(name)
-        if index is None:
+        plan = self.plan
+        if name not in plan.views:
             self._pass_over(name, tensor)
             return
+        index, _ = plan.views[name]
         if index in self._came:
             raise ManifestError(twice(name))
         if plan.mapped[index]:

@@ -103,10 +103,6 @@ class TransferPlan:
         for number in range(len(self.chunks)):
             self._take_turns(number, 0)
 
-    def index_of(self, name: str) -> int | None:
-        """The source that holds this HF tensor."""
-        return self.views[name][0] if name in self.views else None
-
     @cached_property
     def is_resident(self) -> bool:
         """Whether all that passes through the bucket is resident."""

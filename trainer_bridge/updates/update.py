@@ -175,6 +175,10 @@ def _update(
             weights.add(KV_SCALES, kv_scales)
         return Transaction(participants, named, plan, policy, in_flight, required)
 
+    def digests() -> list[str] | None:
+        """Of what each rank holds, on the leader."""
+        return leader.collect(weights.digest(), PRESENCE_S)
+
     transaction: Any = None
     try:
         request = leader.each(ask, partial(weights.check, ranks), RUN, run, version, in_flight)
@@ -185,7 +189,6 @@ def _update(
         transaction = leader.attempt(begin, of_ranks)
         begun: Any = leader.share(transaction and transaction.begun())
         policy: Policy = begun.policy
-        digests = partial(_digests, leader, weights)
         if begun.is_second_try:
             leader.attempt(Transaction.check_same, transaction, digests())
             leader.share(None)
@@ -240,11 +243,6 @@ def _close_failed(transaction: Transaction | None, leader: Leader) -> None:
     """Before other ranks hear of a failure and go on: engines may read their GPUs."""
     if transaction is not None and leader.error is not None:
         transaction.close(leader.error)
-
-
-def _digests(leader: Leader, weights: Weights) -> list[str] | None:
-    """Of what each rank holds, on the leader."""
-    return leader.collect(weights.digest(), PRESENCE_S)
 
 
 def ask(

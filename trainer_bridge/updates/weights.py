@@ -1,5 +1,6 @@
 """What a trainer updates from: a model whose tensors are all at hand, or a stream of them."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Collection, Iterator
@@ -31,7 +32,6 @@ from trainer_bridge.sources.tied_head import (
     repeats_embedding,
     repeats_here,
 )
-from trainer_bridge.sources.weights_digest import weights_digest
 from trainer_bridge.transfer.layout import sources_for
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.updates.shared_sending import Part, end_together, is_on_all, send_together
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 CODES_S = 60.0
 """Seconds that the first rank waits until all others have quantized their shards."""
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 Report = tuple[ShardReport, ShardReport | EngineError, bool | None] | None
@@ -315,3 +316,25 @@ def _raise_first(faults: list[str | None]) -> None:
     for rank, fault in enumerate(faults):
         if fault is not None:
             raise EngineError(f"on rank {rank} of the trainer: {fault}")
+
+
+def weights_digest(named: Named) -> str:
+    """SHA-256 over name, type, shape and the sum of the bits of each tensor, or this rank's shard.
+
+    The sum is of 64-bit words, or of narrower ones where a tensor has no whole number of them. A
+    step of an optimizer changes it; words that change places do not.
+    """
+    found = []
+    for name, tensor in named:
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        total = _words(local.contiguous().view(-1)).sum(dtype=torch.int64)
+        found.append((name, str(local.dtype), tuple(local.shape), total))
+    # sums are read when all are queued; in one order, whatever the trainer's is
+    content = sorted((*described, int(total)) for *described, total in found)
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """The bits of a flat tensor, as integers of the widest type that fits."""
+    start, nbytes = flat.storage_offset() * flat.itemsize, flat.numel() * flat.itemsize
+    return flat.view(next(w for w in _WORDS if start % w.itemsize == nbytes % w.itemsize == 0))
