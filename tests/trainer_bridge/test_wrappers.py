@@ -25,7 +25,7 @@ from tests.trainer_bridge.test_hf_names import saved, streamed
 from trainer_bridge.fp8.fp8_forward import convert_layers
 from trainer_bridge.kv.kv_calibrator import KVCalibrator
 from trainer_bridge.router_replay import record_routing
-from trainer_bridge.sources import hf_names, wrappers
+from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.parameters import named_tensors
 from trainer_bridge.updates.update import update
 
@@ -218,7 +218,7 @@ def test_codes_are_of_the_layers_inside() -> None:
 def test_what_is_no_wrapper_keeps_its_names() -> None:
     """A module of the model's own that is called as wrappers call theirs."""
     model = nn.ModuleDict({"a": nn.ModuleDict({"module": nn.Linear(2, 2)})})
-    assert wrappers.unwrapped(model) is model
+    assert hf_names.unwrapped(model) is model
     assert [name for name, _ in named_tensors(model)] == ["a.module.weight", "a.module.bias"]
     both = nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     assert [name for name, _ in named_tensors(both)] == [n for n, _ in both.named_parameters()]

@@ -27,9 +27,9 @@ from trainer_bridge.chain.index import (
 from trainer_bridge.chain.version_writer import VersionWriter
 from trainer_bridge.ranks.collective import Leader, ranks_of
 from trainer_bridge.session.kept import KEPT
+from trainer_bridge.sources.hf_names import group_of
 from trainer_bridge.sources.parameters import Named, NamedTensors
 from trainer_bridge.sources.tied_head import check_head, on_all_ranks, repeats_here
-from trainer_bridge.sources.wrappers import group_of
 from trainer_bridge.transfer.layout import check_kv_scales, sources_for
 from trainer_bridge.updates.update import RUN, PolicyRequest, agree, ask
 from trainer_bridge.updates.weights import WholeModel

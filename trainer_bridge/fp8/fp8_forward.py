@@ -25,8 +25,8 @@ from trainer_bridge.ranks.collective import Leader, ranks_of
 from trainer_bridge.session.participant import Participant, participants_of
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.adapters import has_adapters
+from trainer_bridge.sources.hf_names import named_modules
 from trainer_bridge.sources.parameters import Named, Source, named_tensors, sources
-from trainer_bridge.sources.wrappers import named_modules
 from trainer_bridge.transfer.layout import format_of_codes
 
 logger = logging.getLogger(__name__)

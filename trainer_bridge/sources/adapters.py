@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge.sources.wrappers import chain, named_modules, unwrapped
+from trainer_bridge.sources.hf_names import chain, named_modules, unwrapped
 
 _NOT_WEIGHTS = ("XLORA", "ADAPTION_PROMPT")
 """Kinds of PEFT's that compute with more than weights, as prompts do; others refuse to merge."""

@@ -22,7 +22,7 @@ from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError, twice
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.adapters import has_adapters, merged
-from trainer_bridge.sources.wrappers import named_modules, unwrapped
+from trainer_bridge.sources.hf_names import named_modules, unwrapped
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Named = list[tuple[str, torch.Tensor]]

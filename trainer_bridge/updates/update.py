@@ -21,8 +21,8 @@ from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.participant import check_required, participants_of
 from trainer_bridge.session.transaction import MissedCommitError, Transaction
 from trainer_bridge.sources.announcement import Announcement
+from trainer_bridge.sources.hf_names import group_of
 from trainer_bridge.sources.parameters import NamedTensors
-from trainer_bridge.sources.wrappers import group_of
 from trainer_bridge.updates.weights import Clock, Report, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_CHUNK_BYTES = 32 << 20
 """Smaller chunks are more round trips than work."""
-KEPT = 2
+BASES = 2
 """Bases of a rank that does not lead; each is its part of a model."""
 
 
@@ -111,7 +111,7 @@ class Bases:
         """The update has committed."""
         self._kept.pop(changes.before, None)
         self._kept[changes.name] = changes.commit()
-        while len(self._kept) > KEPT:
+        while len(self._kept) > BASES:
             self._kept.popitem(last=False)
 
     def forget(self) -> None:
