@@ -21,8 +21,6 @@ from sgl_fp8rl.formats import split_name
 Cut = Callable[[torch.Tensor], torch.Tensor]
 """Takes one HF tensor out of the parameter that holds it."""
 
-_GATE_UP = ".experts.gate_up_proj"
-_DOWN = ".experts.down_proj"
 # Families whose checkpoints call an expert's gate, up and down w1, w3 and w2.
 _MIXTRAL_STYLE = ("mixtral", "minimax", "minimax_m2")
 # Families whose checkpoints, too, hold the experts of a layer as one tensor.
@@ -58,33 +56,32 @@ def split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str,
         The HF name, and how to cut it out of the whole parameter.
     """
     name, suffix = split_name(name)
-    for hf_name, cut in _split(name, shape, family):
-        yield hf_name + suffix, cut
-
-
-def _split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str, Cut]]:
     is_mixtral = family in _MIXTRAL_STYLE
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     name = with_experts_of(name, family)
     if family in _TOWER_BESIDE:
         name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
-    if family in _FUSED:
-        yield name, lambda whole: whole
-    elif name.endswith(_GATE_UP) and len(shape) == 3:
-        base, half = name.removesuffix("gate_up_proj"), shape[1] // 2
+    base, _, last = name.rpartition(".")
+    is_experts = base.endswith(".experts") and len(shape) == 3 and family not in _FUSED
+    if is_experts and last == "gate_up_proj":
+        half = shape[1] // 2
         for expert in range(shape[0]):
-            yield f"{base}{expert}.{gate}.weight", _rows(expert, 0, half)
-            yield f"{base}{expert}.{up}.weight", _rows(expert, half, 2 * half)
-    elif name.endswith(_DOWN) and len(shape) == 3:
-        base = name.removesuffix("down_proj")
+            yield f"{base}.{expert}.{gate}.weight{suffix}", _rows(expert, 0, half)
+            yield f"{base}.{expert}.{up}.weight{suffix}", _rows(expert, half, 2 * half)
+    elif is_experts and last == "down_proj":
         for expert in range(shape[0]):
-            yield f"{base}{expert}.{down}.weight", _rows(expert, 0, shape[1])
+            yield f"{base}.{expert}.{down}.weight{suffix}", _rows(expert, 0, shape[1])
     else:
-        yield name, lambda whole: whole
+        yield name + suffix, whole
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """All of a parameter that is one HF tensor."""
+    return parameter
 
 
 def _rows(expert: int, start: int, stop: int) -> Cut:
-    return lambda whole: whole[expert, start:stop]
+    return lambda parameter: parameter[expert, start:stop]
 
 
 def chain(model: nn.Module) -> Iterator[nn.Module]:

@@ -169,7 +169,7 @@ def sources(
             tuple(
                 (hf_name, cut)
                 for hf_name, cut in (
-                    ((name, _whole),)
+                    ((name, hf_names.whole),)
                     if family is None
                     else hf_names.split(name, tuple(tensor.shape), family)
                 )
@@ -177,7 +177,7 @@ def sources(
             ),
         )
         for name, tensor in named
-        for sent in (_sent_as(tensor, dtype),)
+        for sent in (dtype if tensor.dtype in WEIGHT_DTYPES else tensor.dtype,)
     ]
 
 
@@ -270,11 +270,3 @@ def _as_bytes(codes: DTensor) -> DTensor:
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=shape, stride=codes.stride()
     )
-
-
-def _sent_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.dtype in WEIGHT_DTYPES else tensor.dtype
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
