@@ -51,7 +51,7 @@ def read_sample(
     if error is not None:
         return error
     try:
-        reason, tokens, logprobs, versions, runs = read_reply(reply, index)
+        tokens, logprobs, versions, runs = _of_tokens(reply, index)
         policies = set(zip(runs, versions, strict=True))
         check_policies(policies, expected.version, expected.committed, f"reply {index}")
         if isinstance(prompt, str):
@@ -67,6 +67,7 @@ def read_sample(
             experts = expected.layout.read(reply["meta_info"], count, index)
     except ValueError as broken:
         return ContractError(str(broken))
+    reason = reply["meta_info"]["finish_reason"]["type"]
     return Sample(prompt, tokens, logprobs, versions, runs, reason, experts)
 
 
@@ -173,23 +174,16 @@ def _runs_of(entries: list[str]) -> list[str]:
     return runs
 
 
-def read_reply(
+def _of_tokens(
     reply: dict[str, Any], index: int
-) -> tuple[str, list[int], list[float], list[int], list[str]]:
-    """Finish reason, tokens, logprobs, versions and runs of a reply, checked against each other.
-
-    Args:
-        reply: one in which ``error_of`` finds no error.
-
-    Raises:
-        ValueError: it breaks the logprob contract.
-    """
+) -> tuple[list[int], list[float], list[int], list[str]]:
+    """Tokens, logprobs, versions and runs of a reply, checked against each other."""
     meta, tokens = reply["meta_info"], list(reply["output_ids"])
-    reason = meta["finish_reason"]["type"]
+    aborted = meta["finish_reason"]["type"] == "abort"
     # SGLang's reply to a request that was aborted while it waited (again) has no versions, and
     # tokens of an unknown policy are useless.
-    if not tokens or (reason == "abort" and "policy_version" not in meta):
-        return reason, [], [], [], []
+    if not tokens or (aborted and "policy_version" not in meta):
+        return [], [], [], []
 
     entries, versions = meta.get("output_token_logprobs"), meta.get("policy_version")
     runs = meta.get("policy_run")
@@ -216,4 +210,4 @@ def read_reply(
             f"rollout: reply {index} has a logprob that is not a finite number; "
             f"look for NaN or Inf in the weights that the engine serves"
         )
-    return reason, tokens, logprobs, list(versions), _runs_of(runs)
+    return tokens, logprobs, list(versions), _runs_of(runs)

@@ -99,17 +99,13 @@ def check_status(whose: str, status: dict[str, Any], **more: bool) -> None:
 
 
 def _check_for_rollout(status: dict[str, Any], where: str) -> None:
-    logprobs = status.get("logprobs")
+    logprobs, clipped = status.get("logprobs"), status.get("kv_clipped")
     more = {
         "logprobs": isinstance(logprobs, dict) and type(logprobs.get("raw")) is bool,
         "routed_experts": ExpertLayout.is_sound(status.get("routed_experts")),
-        "kv_clipped": status.get("kv_clipped") is None or _is_share(status["kv_clipped"]),
+        "kv_clipped": clipped is None or (type(clipped) in (int, float) and 0 <= clipped <= 1),
     }
     check_status(f"rollout: {where}", status, **more)
-
-
-def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= 1
 
 
 def clipped_by(serving: Sequence[ServingEngine]) -> float | None:
