@@ -87,7 +87,7 @@ def record_routing(
     """
     routers = _routers(model)
     tokens = TokenMap.of(attention_mask, sequence_ids, position_ids)
-    with _hooks(routers, RoutingRecord(tokens, len(routers)), None) as record:
+    with _hooks(routers, tokens) as record:
         yield record
 
 
@@ -132,37 +132,29 @@ def replay_routing(
     _check_experts(model, routers, experts)
     rows_N = tokens.rows([len(experts_SLK) for experts_SLK in experts])
     tokens = replace(tokens, sequences=len(experts))  # of which a batch may have some
-    recorded = _Recorded(experts, rows_N)
-    with _hooks(routers, RoutingRecord(tokens, len(routers)), recorded) as record:
+    none_1LK = experts[0].new_zeros(1, *experts[0].shape[1:])
+    pool_RLK = torch.cat([*experts, none_1LK])  # NOWHERE, -1, is its last row
+    with _hooks(routers, tokens, ((rows_N != NOWHERE)[:, None], pool_RLK[rows_N])) as record:
         yield record
-
-
-class _Recorded:
-    """The engine's choice for each token of the forward pass, moved to its device on first use."""
-
-    def __init__(self, experts: Sequence[torch.Tensor], rows_N: torch.Tensor) -> None:
-        self._known_N1 = (rows_N != NOWHERE).unsqueeze(1)
-        none_1LK = experts[0].new_zeros(1, *experts[0].shape[1:])
-        pool_RLK = torch.cat([*experts, none_1LK])  # NOWHERE, -1, is its last row
-        self._experts_NLK = pool_RLK[rows_N]
-
-    def choose(self, layer: int, own_NK: torch.Tensor) -> torch.Tensor:
-        """The recorded experts, and ``own_NK`` where there are none."""
-        if self._known_N1.device != own_NK.device:
-            self._known_N1 = self._known_N1.to(own_NK.device)
-            self._experts_NLK = self._experts_NLK.to(own_NK.device)
-        return torch.where(self._known_N1, self._experts_NLK[:, layer].to(own_NK.dtype), own_NK)
 
 
 @contextmanager
 def _hooks(
-    routers: list[Any], record: RoutingRecord, recorded: _Recorded | None
+    routers: list[Any],
+    tokens: TokenMap,
+    recorded: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Iterator[RoutingRecord]:
-    """Forward hooks on all routers, for the block."""
+    """Forward hooks on all routers, for the block.
+
+    Args:
+        recorded: bool [N, 1], and the engine's experts [N, L, K] of the tokens where it is True.
+    """
+    record = RoutingRecord(tokens, len(routers))
     unchecked = {0} if recorded is not None else set()
 
     def hook_of(layer: int) -> Any:
         def hook(router: Any, args: Any, output: Any) -> Any:
+            nonlocal recorded
             if not isinstance(output, tuple) or len(output) != 3:
                 raise _unsupported(router, "does not return logits, gates and experts")
             logits_NE, gates_NK, own_NK = output
@@ -178,7 +170,11 @@ def _hooks(
             if layer in unchecked:  # one router, once: on a GPU this synchronizes
                 unchecked.remove(layer)
                 _check_gates(router, logits_NE, gates_NK, own_NK)
-            chosen_NK = recorded.choose(layer, own_NK)
+            known_N1, experts_NLK = recorded
+            if known_N1.device != own_NK.device:  # once
+                recorded = known_N1.to(own_NK.device), experts_NLK.to(own_NK.device)
+                known_N1, experts_NLK = recorded
+            chosen_NK = torch.where(known_N1, experts_NLK[:, layer].to(own_NK.dtype), own_NK)
             return logits_NE, _gates(router, logits_NE, chosen_NK).to(gates_NK.dtype), chosen_NK
 
         return hook
