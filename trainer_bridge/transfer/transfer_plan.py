@@ -10,7 +10,7 @@ from sgl_fp8rl.formats import DTYPES, QUANTIZED
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
-from sgl_fp8rl.protocol.manifest import SLOTS, Manifest, ManifestError, describe, twice
+from sgl_fp8rl.protocol.manifest import SLOTS, Manifest, describe
 from trainer_bridge.sources.parameters import PLAIN, Source
 
 _DTYPES = frozenset(DTYPES.values())
@@ -97,8 +97,8 @@ class TransferPlan:
         their own are due before the rest of their codes."""
         self.last_turns: dict[int, int] = {}
         """Index of the last turn of each source."""
-        self.order: dict[int, None] = {}
-        """The sources that a stream has brought."""
+        self._added = 0
+        """Sources that a stream has brought."""
         self._taken: set[tuple[int, int]] = set()
         for number in range(len(self.chunks)):
             self._take_turns(number, 0)
@@ -125,14 +125,12 @@ class TransferPlan:
             The HF tensors that now have their place in the bucket, in its order.
 
         Raises:
-            ManifestError: it came before, or is too large for the bucket.
+            ManifestError: it is too large for the bucket.
         """
         cutter, last = self._cutter, max(len(self.chunks) - 1, 0)
         assert cutter is not None
         names = [name for name, _ in self.sources[source].cuts]
-        if source in self.order:
-            raise ManifestError(twice(names[0]))
-        self.order[source] = None
+        self._added += 1
         start = len(self.chunks[last]) if self.chunks else 0
         names = [name for name in names if name in cutter.due]  # scales are due with their codes
         for name in names:
@@ -161,7 +159,7 @@ class TransferPlan:
         if not self.streamed:
             return len(self.views), self.manifest.nbytes
         names = {chunk_slice.name for chunk in self.chunks for chunk_slice in chunk}
-        return len(self.order), sum(self.manifest.tensors[name].nbytes for name in names)
+        return self._added, sum(self.manifest.tensors[name].nbytes for name in names)
 
     def extent(self, chunk: int) -> tuple[int, int]:
         """Where a chunk lies in the bucket: offset and size in bytes."""
