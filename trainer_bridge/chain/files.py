@@ -21,11 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class PartWriter:
-    """Writes tensors into files of about ``PART_BYTES``.
-
-    Args:
-        name: what the files' names begin with.
-    """
+    """Writes tensors into files of about ``PART_BYTES``."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name

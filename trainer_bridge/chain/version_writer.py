@@ -25,7 +25,6 @@ class VersionWriter:
 
     Args:
         layout: of the engine whose formats are used.
-        before: the tensors of the version before.
         is_anchor: whether it is written whole besides.
     """
 
@@ -91,9 +90,6 @@ class VersionWriter:
 
     def finish(self, base: int) -> Link:
         """The version, all files of which are on disk.
-
-        Args:
-            base: the serial of the version before.
 
         Raises:
             ManifestError: it has other tensors than the version before.

@@ -67,7 +67,6 @@ def post_all(
     of the environment are not used, and redirects are not followed.
 
     Args:
-        read: called with each answer as it comes, in another thread.
         timeout: seconds for all of them; None waits as long as the server's host is there.
 
     Warns:

@@ -37,9 +37,6 @@ def convert_norms(model: nn.Module, dtype: torch.dtype) -> int:
 
     Args:
         dtype: the engine's, to which weights and results are rounded.
-
-    Returns:
-        how many do.
     """
     modules = (module for module in model.modules() if type(module).__name__ in NORMS)
     norms = [module for module in modules if "forward" not in vars(module)]  # or it is patched

@@ -106,13 +106,7 @@ class FP8Experts(FP8Module):
 def convert(
     module: nn.Module, name: str, dtype: torch.dtype, format_: WeightFormat = QUANTIZED
 ) -> None:
-    """Have a module compute as an FP8 layer; parameters, hooks and names stay.
-
-    Args:
-        name: of the module, for messages.
-        dtype: the engine's, to which weights are rounded before they are quantized.
-        format_: the engine's, one of ``BLOCKS``.
-    """
+    """Have a module compute as an FP8 layer; parameters, hooks and names stay."""
     check_kind(module, name)
     names: tuple[str, ...] = ("weight",)
     fp8_class: type = FP8Linear

@@ -30,9 +30,7 @@ class FP8Parameter:
     anew.
 
     Args:
-        name: of the parameter, for messages.
         dtype: the engine's, to which weights are rounded before they are quantized.
-        format_: the engine's, one of ``BLOCKS``.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, format_: WeightFormat = QUANTIZED) -> None:

@@ -190,10 +190,6 @@ def bins_of(log_ratio: torch.Tensor) -> torch.Tensor:
 def percentiles(counts_CN: npt.NDArray[np.float64], percents: tuple[int, ...]) -> list[list[float]]:
     """The smallest log ratio with this percentage at or below it, for each histogram.
 
-    Args:
-        counts_CN: C histograms of N = BINS bins each.
-        percents: from 0 to 100.
-
     Returns:
         By histogram and percentage, the middle of the value's bin.
     """

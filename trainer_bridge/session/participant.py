@@ -33,7 +33,6 @@ class Participant:
 
     Args:
         name: what errors call it.
-        engine: as ``Kept.connection_to`` takes it.
         timeout_s: seconds that it may take over a step.
     """
 
@@ -173,9 +172,6 @@ def kept_alive(members: Sequence[Participant]) -> Iterator[None]:
 
 def participants_of(engines: Any) -> list[Participant]:
     """The engines of an update, by address or number.
-
-    Args:
-        engines: one engine, as ``Kept.connection_to`` takes it, or a sequence of them.
 
     Raises:
         EngineError: the list is empty, holds something else, or an engine twice.

@@ -148,11 +148,7 @@ class Transaction:
         self._end_sessions()
 
     def finish(self) -> float | None:
-        """Send what is left, and have every engine vote.
-
-        Returns:
-            seconds that the slowest GPU took to write, or None on a CPU.
-        """
+        """Send what is left, and have every engine vote."""
         plans = [session.plan for session in self.sessions]
         # an engine that was lost on the way has not had all of a stream
         sent = max((*plan.sent, plan.mapped_bytes) for plan in plans)

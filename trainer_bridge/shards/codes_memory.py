@@ -35,7 +35,6 @@ class CodesMemory:
         weights: on one device; their values are not read.
         dtype: the engine's, to which weights are rounded before they are quantized.
         allocate: makes the memory, uint8, by default torch's.
-        format_: one of ``BLOCKS``.
     """
 
     def __init__(

@@ -101,7 +101,6 @@ class Shards:
         """Where the rows of an HF tensor lie, by ``handles``; None where a row is cut.
 
         Args:
-            index: of the parameter that holds it.
             tensor: a meta view of that parameter, in its own dtype.
         """
         # KV scales come behind the parameters

@@ -39,8 +39,6 @@ class ShardCodes:
     """Codes of what this rank holds of some parameters, in memory that stays.
 
     Args:
-        named: all parameters.
-        own: where the shards lie.
         shards: what this rank holds of those that are wanted, by their places among them.
 
     Raises:
@@ -172,7 +170,6 @@ class CodesRegistry:
 
         Raises:
             EngineError: a weight holds NaN or Inf.
-            RuntimeError: the GPU could not.
         """
         if self._fault is not None:
             raise self._fault

@@ -82,7 +82,6 @@ class StreamedHead:
 
     Args:
         tied: as for ``check_head``.
-        dtype: the engine's.
     """
 
     def __init__(self, tied: list[int] | None, dtype: torch.dtype) -> None:
@@ -91,11 +90,7 @@ class StreamedHead:
         self._others: list[torch.Tensor] = []
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
-        """Note the next tensor of the stream.
-
-        Raises:
-            ManifestError: the head has another shape than the embedding.
-        """
+        """Note the next tensor of the stream."""
         if self._tied is None:
             return
         if name == TIED_HEAD:

@@ -36,11 +36,7 @@ class Packer:
         """Make sure that all of a chunk is in the bucket, or queued to be written there."""
 
     def finish(self) -> None:
-        """Check all that was put in.
-
-        Raises:
-            EngineError: NaN or Inf.
-        """
+        """Check all that was put in."""
 
 
 class HostPacker(Packer):

@@ -199,11 +199,7 @@ class Engines(Generic[M]):
         return self.wait()
 
     def wait(self) -> list[dict[str, Any]]:
-        """The next reply of every rank; an engine that has none is lost.
-
-        Raises:
-            EngineError: the update cannot go on without that engine.
-        """
+        """The next reply of every rank; an engine that has none is lost."""
         replies: list[dict[str, Any]] = []
         began = time.monotonic()
         for member, ranks in self.open:

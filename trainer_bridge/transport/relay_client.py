@@ -48,7 +48,6 @@ class RelayClient(EngineRanks):
     Args:
         where: the relay's port, and the host that the engine listens at.
         host: by which this process reaches the engine, where it knows; else the engine's own.
-        timeout_s: seconds that a rank may take over a step.
         connect_s: seconds that the connection may take, by default as many.
     """
 

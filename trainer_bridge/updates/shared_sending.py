@@ -94,7 +94,6 @@ class Part:
 
     Args:
         number: its place among the ranks that send.
-        named: what is sent, the same on each rank.
 
     Raises:
         EngineError: an engine cannot be reached from here.
@@ -259,11 +258,7 @@ def _offer(transaction: Transaction, named: Named) -> Offer:
 
 
 def _collect(leader: Leader, members: Sequence[Participant], value: T) -> list[T] | None:
-    """``Leader.collect`` of ranks that share an update, while these engines wait.
-
-    Raises:
-        TimeoutError: a rank did not call it in time.
-    """
+    """``Leader.collect`` of ranks that share an update, while these engines wait."""
     with kept_alive(members):
         return leader.collect(value, WAIT_S)
 

@@ -48,7 +48,6 @@ class Changes:
 
     Args:
         base: what they are of; None where chunks travel whole.
-        name: of what they make.
     """
 
     def __init__(self, base: Image | None, name: str | None = None) -> None:
@@ -78,11 +77,7 @@ class Changes:
 def as_sent(
     changes: Changes | None, chunk: int, content: Content, held: Collection[str | None]
 ) -> Steps[Content]:
-    """A chunk as engines on other hosts are sent it: with its change, if they keep bases.
-
-    Args:
-        held: the bases of all of them.
-    """
+    """A chunk as engines on other hosts are sent it: with its change, if they keep bases."""
     data, offset = content.data, content.offset
     if changes is None:
         return Content(offset, data.cpu())
@@ -172,11 +167,7 @@ class Carrier:
         """Get ready for an update of these engines."""
 
     def content(self, chunk: int, data: Content, held: list[str | None]) -> Steps[Content | None]:
-        """A chunk that is filled, as it is sent; None where engines read it in the bucket.
-
-        Args:
-            held: the bases that engines hold.
-        """
+        """A chunk that is filled, as it is sent; None where engines read it in the bucket."""
         if self.device is not None:
             torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
         return None

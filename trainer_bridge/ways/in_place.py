@@ -47,7 +47,6 @@ class OfShards(InPlace):
     """Shards on the GPUs of all ranks of this host.
 
     Args:
-        layout: of the engines.
         are_codes: whether as codes and scales that ranks have made of them, or as they are.
     """
 

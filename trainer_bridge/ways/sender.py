@@ -56,11 +56,7 @@ class Sender:
         """Whether some rank of the trainer could not connect to these engines."""
 
     def carrier(self, device: torch.device | None) -> Carrier:
-        """The way of all that is not read in place.
-
-        Args:
-            device: the trainer's GPU, or None where it has none that the engines can read.
-        """
+        """The way of all that is not read in place."""
         if device not in self._carriers:
             way = TCP if self.layout["is_remote"] else Carrier
             self._carriers[device] = way(self.layout, device)
