@@ -8,8 +8,7 @@ Shape suffixes: M tokens, T experts of a token, R = M * T rows sorted by expert,
 hidden, N output features, K input features.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -46,15 +45,25 @@ class FP8Module(nn.Module):
             parameter.moved(getattr(self, name))
         return self
 
-    def _whole(self, name: str) -> tuple[torch.Tensor, FP8Parameter]:
-        """A weight to compute with, and its codes."""
+    def _multiply(
+        self,
+        name: str,
+        x_MK: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        counts: list[int] | None = None,
+    ) -> torch.Tensor:
+        """By a weight; where there are counts, each expert's rows by its own."""
         weight, parameter = getattr(self, name), self.fp8_parameters[name]
         if isinstance(weight, DTensor):
             raise ValueError(
                 f"{parameter.name} is sharded, and a forward needs all of its rows; call the "
                 f"module that fully_shard wrapped, or its unshard() first"
             )
-        return weight, parameter
+        with torch.autocast(x_MK.device.type, enabled=False):
+            y_MN: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+                x_MK, weight, bias, parameter, counts
+            )
+        return y_MN
 
 
 class FP8Linear(FP8Module, nn.Linear):
@@ -62,12 +71,9 @@ class FP8Linear(FP8Module, nn.Linear):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x, (weight, parameter) = _as_autocast(input), self._whole("weight")
-        with torch.autocast(x.device.type, enabled=False):
-            y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-                x, weight, self.bias, parameter
-            )
-        return y
+        x = _as_autocast(input)
+        y_MN = self._multiply("weight", x.reshape(-1, x.shape[-1]).contiguous(), self.bias)
+        return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
 
 
 class FP8Experts(FP8Module):
@@ -88,19 +94,12 @@ class FP8Experts(FP8Module):
         order_R = ids_R.argsort(stable=True)
         tokens_R = order_R // top_k_index.shape[-1]
         counts = torch.bincount(ids_R, minlength=len(self.gate_up_proj)).tolist()
-        gate_up = self._multiply("gate_up_proj", x_MH[tokens_R], counts)
+        gate_up = self._multiply("gate_up_proj", x_MH[tokens_R], counts=counts)
         gate, up = gate_up.chunk(2, dim=-1)
-        down_RH = self._multiply("down_proj", self.act_fn(gate) * up, counts)
+        down_RH = self._multiply("down_proj", self.act_fn(gate) * up, counts=counts)
         weighted_RH = down_RH.float() * top_k_weights.flatten()[order_R].float().unsqueeze(-1)
         out_MH = torch.zeros_like(x_MH, dtype=torch.float32).index_add(0, tokens_R, weighted_RH)
         return out_MH.to(hidden_states.dtype)
-
-    def _multiply(self, name: str, x_RK: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        with torch.autocast(x_RK.device.type, enabled=False):
-            y_RN: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-                x_RK, *self._whole(name), counts
-            )
-        return y_RN
 
 
 def convert(
@@ -185,83 +184,49 @@ def _as_autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-@contextmanager
-def _naming(parameter: FP8Parameter) -> Iterator[None]:
-    """Name the weight whose product refuses its activations."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{parameter.name}, in a forward: {error}") from error
-
-
-class _Linear(torch.autograd.Function):
-    """``x @ weight.T + bias``."""
+class _Product(torch.autograd.Function):
+    """``x @ weight.T + bias``; where there are counts, ``x @ weight.T`` of each expert's rows."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        x_MK: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         parameter: FP8Parameter,
+        counts: list[int] | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.parameter, ctx.bias_dtype = parameter, None if bias is None else bias.dtype
-        x_MK = x.reshape(-1, x.shape[-1]).contiguous()
+        ctx.save_for_backward(x_MK if ctx.needs_input_grad[1] else None, weight)
+        ctx.parameter, ctx.counts = parameter, counts
+        ctx.bias_dtype = None if bias is None else bias.dtype
         rounded = None if bias is None else bias.to(parameter.dtype)  # as the engine holds it
-        codes = parameter.codes(weight)
-        with _naming(parameter):
-            y_MN = block_linear.linear(
-                x_MK, *codes, rounded, power_of_two=parameter.format.power_of_two_scales
-            )
-        # autograd refuses writes to a view that is made here, such as those of an in-place ReLU
-        y: torch.Tensor = torch.ops.aten._unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[-1]])
-        return y
+        codes, power_of_two = parameter.codes(weight), parameter.format.power_of_two_scales
+        try:
+            if counts is None:
+                return block_linear.linear(x_MK, *codes, rounded, power_of_two=power_of_two)
+            return block_linear.linear_by_expert(x_MK, counts, *codes, power_of_two=power_of_two)
+        except ValueError as error:  # it refuses the activations
+            raise ValueError(f"{parameter.name}, in a forward: {error}") from error
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        dx = dweight = dbias = None
-        dy_MN = dy.reshape(-1, dy.shape[-1])
-        with torch.autocast(dy.device.type, enabled=False):
+    def backward(ctx: Any, dy_MN: torch.Tensor) -> Any:
+        x_MK, weight = ctx.saved_tensors
+        dx_MK = dweight = dbias = None
+        dy_MN = dy_MN.contiguous()
+        with torch.autocast(dy_MN.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 codes = ctx.parameter.codes(weight)
-                shape = *dy.shape[:-1], weight.shape[-1]
-                dx = block_linear.input_gradient(dy_MN, *codes).view(shape)
+                if ctx.counts is None:
+                    dx_MK = block_linear.input_gradient(dy_MN, *codes)
+                else:
+                    dx_MK = block_linear.input_gradient_by_expert(dy_MN, ctx.counts, *codes)
             if ctx.needs_input_grad[1]:
-                dweight = (dy_MN.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+                if ctx.counts is None:
+                    dweight = dy_MN.t() @ x_MK
+                else:
+                    dweight = block_linear.weight_gradient_by_expert(dy_MN, x_MK, ctx.counts)
+                dweight = dweight.to(weight.dtype)
             if ctx.needs_input_grad[2]:
                 dbias = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dweight, dbias, None
-
-
-class _Experts(torch.autograd.Function):
-    """``x @ weight.T`` of each expert's rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_RK: torch.Tensor, weight: torch.Tensor, parameter: FP8Parameter, counts: Any
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x_RK if ctx.needs_input_grad[1] else None, weight)
-        ctx.parameter, ctx.counts = parameter, counts
-        codes = parameter.codes(weight)
-        with _naming(parameter):
-            return block_linear.linear_by_expert(
-                x_RK, counts, *codes, power_of_two=parameter.format.power_of_two_scales
-            )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_RN: torch.Tensor) -> Any:
-        x_RK, weight = ctx.saved_tensors
-        dx_RK = dweight = None
-        dy_RN = dy_RN.contiguous()
-        with torch.autocast(dy_RN.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                codes = ctx.parameter.codes(weight)
-                dx_RK = block_linear.input_gradient_by_expert(dy_RN, ctx.counts, *codes)
-            if ctx.needs_input_grad[1]:
-                dweight = block_linear.weight_gradient_by_expert(dy_RN, x_RK, ctx.counts)
-                dweight = dweight.to(weight.dtype)
-        return dx_RK, dweight, None, None
+        return dx_MK, dweight, dbias, None, None
