@@ -203,38 +203,27 @@ def rollout(
 def _requests(
     prompts: Sequence[Any], n: int, sampling_params: dict[str, Any], routed_experts: bool
 ) -> list[list[dict[str, Any]]]:
-    """n requests for each prompt. With ``--enable-deterministic-inference`` a seed decides the
-    sample, so each copy of a prompt has another one; else SGLang reads none."""
+    """n requests to SGLang's ``/generate`` for each prompt. With
+    ``--enable-deterministic-inference`` a seed decides the sample, so each copy of a prompt has
+    another one; else SGLang reads none."""
     base = sampling_params.get("sampling_seed", SEED)
     copies: Counter[Any] = Counter()
     requests = []
     for prompt in prompts:
+        asked: dict[str, Any] = {"input_ids": prompt, "return_logprob": True}
+        if isinstance(prompt, str):
+            asked = {"text": prompt, "return_prompt_token_ids": True, "return_logprob": True}
+        if routed_experts:
+            asked["return_routed_experts"] = True
         key = prompt if isinstance(prompt, str) else tuple(prompt)
-        seeds = [base + copies[key] + sample for sample in range(n)]
+        first = base + copies[key]
         copies[key] += n
-        requests.append(
-            [
-                _request(
-                    prompt,
-                    sampling_params if seed == base else {**sampling_params, "sampling_seed": seed},
-                    routed_experts,
-                )
-                for seed in seeds
-            ]
-        )
+        sampled_by = [
+            sampling_params if seed == base else {**sampling_params, "sampling_seed": seed}
+            for seed in range(first, first + n)
+        ]
+        requests.append([{**asked, "sampling_params": each} for each in sampled_by])
     return requests
-
-
-def _request(
-    prompt: str | Sequence[int], sampling_params: dict[str, Any], routed_experts: bool
-) -> dict[str, Any]:
-    """The JSON of one request to SGLang's ``/generate``."""
-    request: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
-    if routed_experts:
-        request["return_routed_experts"] = True
-    if isinstance(prompt, str):
-        return request | {"text": prompt, "return_prompt_token_ids": True}
-    return request | {"input_ids": prompt}
 
 
 def _read_prompts(prompts: Any) -> list[Any]:
