@@ -17,7 +17,7 @@ from trainer_bridge.shards.placed_shards import CodesWanted, PlacedShards
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 from trainer_bridge.updates import shared_sending
-from trainer_bridge.updates.shared_sending import Relay, Sent
+from trainer_bridge.updates.shared_sending import Sent
 from trainer_bridge.updates.update import PolicyRequest
 
 POLICY = Policy("run", 3)
@@ -29,7 +29,7 @@ VALUES = [
     *(torch.bfloat16, POLICY, PolicyRequest(POLICY, "abort", False), CodesWanted(torch.half, (1,))),
     PlacedShards(here(), ((0, 4), None), {0: 0}, PLACEMENT),
     Begun(POLICY, True, [LAYOUT], {"engine 1": "gone"}, [[True]], False, True, False),
-    (Sent(None, {"http://a": "late"}, 7), Relay({"host": "a", "port": 1}, "token", 2.0)),
+    (Sent(None, {"http://a": "late"}, 7), ({"host": "a", "port": 1}, "token", 2.0)),
     shared_sending.Offer(2, {}, LAYOUT, "f", [], ("", "a")),
 ]
 

@@ -46,7 +46,7 @@ from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.transport import bucket
 from trainer_bridge.transport.relay_client import RelayClient
 from trainer_bridge.updates import shared_sending
-from trainer_bridge.updates.shared_sending import Offer, Part, Relay, Sent, is_on_all
+from trainer_bridge.updates.shared_sending import Offer, Part, Sent, is_on_all
 from trainer_bridge.ways import carriers
 from trainer_bridge.ways.sender import Sender
 
@@ -278,7 +278,7 @@ def offered(named: Named, senders: int, device: torch.device | None) -> tuple[Of
     bucket_bytes = CHUNK * SLOTS * senders
     of_engine = layout(is_remote=True, bucket_bytes=bucket_bytes, formats=formats)
     plan = Sender(of_engine).plan(named, None, device, ranks=senders)
-    relays = {"engine": Relay({}, "", 1.0)}
+    relays = {"engine": ({}, "", 1.0)}
     return Offer(senders, relays, of_engine, plan.manifest.fingerprint, [], ("", "")), plan
 
 

@@ -41,17 +41,6 @@ WAIT_S = 240.0
 
 
 @exchanged
-class Relay(NamedTuple):
-    """How a rank reaches an engine's relay."""
-
-    where: dict[str, Any]
-    token: str
-    """Of the session."""
-    timeout_s: float
-    """Seconds that the engine may take over a step."""
-
-
-@exchanged
 class Sent(NamedTuple):
     """What a rank has sent."""
 
@@ -68,8 +57,9 @@ class Offer:
     """What the rank that leads tells the others of an update that they send together."""
 
     senders: int
-    relays: dict[str, Relay]
-    """Of the engines, by name."""
+    relays: dict[str, tuple[dict[str, Any], str, float]]
+    """Of the engines, by name: where each is, the session's token, and seconds that the engine may
+    take over a step."""
     layout: dict[str, Any]
     fingerprint: str
     """Of the manifest, which each rank makes for itself."""
@@ -176,22 +166,16 @@ def _lose(errors: dict[str, str], engine: Reached, error: EngineError) -> None:
     engine.relay.close()
 
 
-class Together(NamedTuple):
-    """What this rank does where ranks send together."""
-
-    part: Part | None
-    """Of a rank that sends and does not lead."""
-    named: Named
-    """What is sent, the same on each rank."""
-
-
 def send_together(
     leader: Leader, transaction: Transaction | None, named: Named, family: str | None
-) -> Together | None:
+) -> tuple[Part | None, Named] | None:
     """Have ranks send chunks of their own; None where the first one sends all. Every rank calls.
 
     They can where each gathers every tensor: what is not sharded over all of them is the first
     rank's own.
+
+    Returns:
+        the part of a rank that sends and does not lead, and what is sent, the same on each rank.
     """
     offer: Any = leader.share(leader.attempt(_offer, transaction, named))
     named = named + (offer.added if leader.rank else [])
@@ -212,7 +196,7 @@ def send_together(
     finally:
         if part is not None and not shared:
             part.close()
-    return Together(part, named) if shared else None
+    return (part, named) if shared else None
 
 
 def end_together(leader: Leader, transaction: Transaction | None, part: Part | None) -> None:
@@ -246,7 +230,7 @@ def _offer(transaction: Transaction, named: Named) -> Offer:
     return Offer(
         session.plan.senders,
         {
-            name: Relay(relay.where, relay.token, relay.timeout_s)
+            name: (relay.where, relay.token, relay.timeout_s)
             for name, relay in relays.items()
             if isinstance(relay, RelayClient)
         },
