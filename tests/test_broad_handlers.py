@@ -25,7 +25,6 @@ TELLS_THE_OTHERS = {
     "trainer_bridge.chain.files",
     "trainer_bridge.chain.follower",
     "trainer_bridge.chain.index",
-    "trainer_bridge.chain.version_writer",
     "trainer_bridge.ranks.collective",
     "trainer_bridge.fp8.fp8_forward",
     "trainer_bridge.shards.shard_codes",

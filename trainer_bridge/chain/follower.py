@@ -12,9 +12,8 @@ from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from trainer_bridge.arguments import real
 from trainer_bridge.chain import files
-from trainer_bridge.chain.files import Tensors, as_bytes
+from trainer_bridge.chain.files import DELTA, Tensors, as_bytes
 from trainer_bridge.chain.index import ChainError, Index, Link, brief, read_index
-from trainer_bridge.chain.version_writer import DELTA
 from trainer_bridge.rollouts.serving_engines import check_status
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import UpdateResult, update

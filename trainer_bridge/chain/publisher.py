@@ -14,7 +14,7 @@ from torch import nn
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.arguments import as_python
 from trainer_bridge.chain import files
-from trainer_bridge.chain.files import Tensors
+from trainer_bridge.chain.files import Tensors, VersionWriter
 from trainer_bridge.chain.index import (
     ChainError,
     Index,
@@ -24,7 +24,6 @@ from trainer_bridge.chain.index import (
     read_index,
     write_index,
 )
-from trainer_bridge.chain.version_writer import VersionWriter
 from trainer_bridge.ranks.collective import Leader, ranks_of
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.sources.hf_names import group_of
