@@ -43,7 +43,8 @@ class Leader:
         self.rank, self.size = (ranks.index(dist.get_rank()), len(ranks)) if ranks else (0, 1)
         """Place of this process among them."""
         self._leads = self.rank == 0
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """What failed on the leader and was not shared yet."""
         self._is_told = False
         self._store: Any = None if self.is_alone else _get_default_store()
         self._shares = self._collects = 0
@@ -58,15 +59,10 @@ class Leader:
 
         An error waits for the next ``share``: until then the ranks must go on gathering together.
         """
-        if not self._leads or self._error is not None:
+        if not self._leads or self.error is not None:
             return None
-        result, self._error = attempt(action, *args)
+        result, self.error = attempt(action, *args)
         return result
-
-    @property
-    def error(self) -> Exception | None:
-        """What failed on the leader and was not shared yet."""
-        return self._error
 
     def collect(self, value: T, limit_s: float | None = None) -> list[T] | None:
         """The values of all ranks, in their order, on the leader; None on the others.
@@ -121,12 +117,12 @@ class Leader:
         if self._store is not None:
             key = f"{self._name}/{self._shares}"
             if self._leads:
-                self._store.set(key, pack((value,) if self._error is None else self._error))
+                self._store.set(key, pack((value,) if self.error is None else self.error))
             else:
                 self._wait(partial(self._store.check, [key]), "the first rank sent nothing")
                 told = unpack(self._store.get(key))
                 if isinstance(told, Exception):
-                    self._error = told
+                    self.error = told
                 else:
                     (value,) = told
                 # not the leader: it does not wait, and may be ahead by any number of updates
@@ -134,7 +130,7 @@ class Leader:
                     self._store.delete_key(key)
                     self._store.delete_key(f"{key}/read")
             self._shares += 1
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             self._is_told = True
             try:
