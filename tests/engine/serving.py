@@ -17,9 +17,9 @@ from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
 from trainer_bridge.engines.engine_client import EngineClient, EngineError
 from trainer_bridge.session import participant
-from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.rank_client import RankClients
 from trainer_bridge.updates.update import RUN, UpdateResult
+from trainer_bridge.ways.carriers import Bucket
 
 PROMPT = list(range(1, 17))
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.ways import carriers
+from trainer_bridge.ways.carriers import Bucket
 
 
 @pytest.fixture

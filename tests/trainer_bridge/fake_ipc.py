@@ -29,8 +29,8 @@ from tests.sgl_fp8rl.receiver.fake_gpu import (
 from tests.trainer_bridge.test_packer import without_triton
 from trainer_bridge.session import transaction
 from trainer_bridge.shards import placed_shards, shard_codes
-from trainer_bridge.transport import bucket, cuda_ipc
-from trainer_bridge.ways import sender
+from trainer_bridge.transport import cuda_ipc
+from trainer_bridge.ways import carriers, sender
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 _IDS = struct.Struct("=QQQ40x")
@@ -126,7 +126,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     patch.setattr(placed_shards, "can_be_mapped", memories.holds)
     patch.setattr(sender, "can_be_mapped", lambda tensor: False)
     patch.setattr(shard_codes, "DeviceMemory", FileMemory)
-    patch.setattr(bucket, "DeviceMemory", FileMemory)
+    patch.setattr(carriers, "DeviceMemory", FileMemory)
     patch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     patch.setattr(torch.cuda, "synchronize", lambda device: None)
     patch.setattr(torch.cuda, "current_stream", lambda device: FakeEvent(enable_timing=True))

@@ -18,8 +18,6 @@ from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory
 from tests.trainer_bridge import fake_ipc
 from tests.trainer_bridge.fake_rank import TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.transport import bucket as bucket_module
-from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.rank_client import (
     Content,
     EngineRanks,
@@ -27,6 +25,8 @@ from trainer_bridge.transport.rank_client import (
     UnreachableMemoryError,
 )
 from trainer_bridge.transport.relay_client import RelayClient
+from trainer_bridge.ways import carriers as bucket_module
+from trainer_bridge.ways.carriers import Bucket
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ from trainer_bridge.session.kept import KEPT, EngineConnection
 from trainer_bridge.session.participant import participants_of
 from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.layout import gpu_of
-from trainer_bridge.transport.bucket import Bucket
+from trainer_bridge.ways.carriers import Bucket
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,7 +15,7 @@ from tests.trainer_bridge.test_update import SMALL
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import update
-from trainer_bridge.ways.carriers import Changes
+from trainer_bridge.ways.far import Changes
 
 pytestmark = pytest.mark.timeout(120)
 

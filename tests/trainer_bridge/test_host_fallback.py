@@ -24,9 +24,9 @@ from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session import transaction
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.layout import comparable
-from trainer_bridge.transport import bucket
 from trainer_bridge.transport.cuda_ipc import placement_of
 from trainer_bridge.updates.update import update
+from trainer_bridge.ways import carriers
 from trainer_bridge.ways import sender as sender_module
 from trainer_bridge.ways.sender import Sender
 
@@ -75,7 +75,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(sender_module, "can_be_mapped", lambda tensor: True)
-    monkeypatch.setattr(bucket, "DeviceMemory", PlainMemory)
+    monkeypatch.setattr(carriers, "DeviceMemory", PlainMemory)
     yield fake
     for cache in (*caches, cuda_memory.gpu_uuid):
         cache.cache_clear()

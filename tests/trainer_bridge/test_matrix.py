@@ -22,7 +22,7 @@ from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.session import transaction
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.packer import HostPacker, QuantizePacker
-from trainer_bridge.transport import bucket, rank_client
+from trainer_bridge.transport import rank_client
 from trainer_bridge.updates.update import update
 from trainer_bridge.ways import carriers
 
@@ -49,7 +49,7 @@ def on_gpu(patch: Patch) -> None:
     Engines on other hosts read codes, which are compared with the last ones on the GPU.
     """
     patch.setattr(Memory, "made", [])
-    patch.setattr(bucket, "DeviceMemory", Memory)
+    patch.setattr(carriers, "DeviceMemory", Memory)
     patch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     patch.setattr(torch.cuda, "synchronize", lambda device: None)
     without_triton(patch)

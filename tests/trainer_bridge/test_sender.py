@@ -20,11 +20,11 @@ from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from trainer_bridge.sources.parameters import Named, sources
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
-from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.rank_client import RankClients
 from trainer_bridge.ways import carriers, in_place
 from trainer_bridge.ways import sender as sender_module
+from trainer_bridge.ways.carriers import Bucket
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(60)

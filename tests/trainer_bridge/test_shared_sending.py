@@ -43,11 +43,10 @@ from trainer_bridge.session.kept import KEPT
 from trainer_bridge.sources.parameters import Named, sources
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
-from trainer_bridge.transport import bucket
 from trainer_bridge.transport.relay_client import RelayClient
 from trainer_bridge.updates import shared_sending
 from trainer_bridge.updates.shared_sending import Offer, Part, Sent, is_on_all
-from trainer_bridge.ways import carriers
+from trainer_bridge.ways import carriers, far
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(180)
@@ -202,7 +201,7 @@ def nan_of_another_rank(rank: int, engines: list[str]) -> None:
 
 def with_small_chunks(patch: pytest.MonkeyPatch) -> None:
     logging.disable(logging.CRITICAL)
-    patch.setattr(carriers, "LEAST_CHUNK_BYTES", CHUNK)
+    patch.setattr(far, "LEAST_CHUNK_BYTES", CHUNK)
 
 
 def each_way(rank: int, folder: Path, engines: list[str]) -> None:
@@ -290,13 +289,13 @@ def test_all_chunks_together_are_those_of_one_rank(
     """KV scales too, which only the first rank of a trainer is given; it hands them on. Host memory
     stands for a GPU's, and torch for its kernel."""
     monkeypatch.setattr(shared_sending, "RelayClient", Recorder)
-    monkeypatch.setattr(bucket, "DeviceMemory", FakeDeviceMemory)
+    monkeypatch.setattr(carriers, "DeviceMemory", FakeDeviceMemory)
     without_triton(monkeypatch)
     device = torch.device("cpu") if on_gpu else None
     monkeypatch.setattr(Recorder, "sent", {})
     scales = torch.rand(2, 2, 4)
     named = [*toy.checkpoint(0).items(), (KV_SCALES, scales)]
-    monkeypatch.setattr(carriers, "LEAST_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(far, "LEAST_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(shared_sending, "gpu_of", lambda named, layout: device)
     offer, of_all = offered(named, senders, device)
     for number in range(senders):

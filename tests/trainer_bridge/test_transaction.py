@@ -26,9 +26,9 @@ from trainer_bridge.rollouts.serving_engines import serving_engines
 from trainer_bridge.session import participant, transaction
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.session.update_session import UpdateSession
-from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.rank_client import EngineRanks
 from trainer_bridge.updates.update import RUN, update
+from trainer_bridge.ways.carriers import Bucket
 
 pytestmark = pytest.mark.timeout(120)
 

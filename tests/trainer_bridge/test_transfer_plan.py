@@ -15,7 +15,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.sources.parameters import Named, Source, sources
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan, can_be_mapped
-from trainer_bridge.transport.bucket import Bucket
+from trainer_bridge.ways.carriers import Bucket
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 FUSED = "l.mlp.experts.gate_up_proj"

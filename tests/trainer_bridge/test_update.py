@@ -24,11 +24,11 @@ from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import Leader
 from trainer_bridge.session.transaction import Begun
 from trainer_bridge.sources.parameters import Source
-from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.updates import weights as weights_module
 from trainer_bridge.updates.update import RUN, update
 from trainer_bridge.updates.weights import Clock, WholeModel
 from trainer_bridge.ways import carriers
+from trainer_bridge.ways.carriers import Bucket
 
 pytestmark = pytest.mark.timeout(120)
 

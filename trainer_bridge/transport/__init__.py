@@ -1,1 +1,1 @@
-"""Connections to the ranks of engines, and the memory that carries weights."""
+"""Connections to the ranks of engines, and device memory that they read in place."""

@@ -16,10 +16,10 @@ from trainer_bridge.sources.parameters import Named
 from trainer_bridge.transfer.layout import check_kv_scales, format_of_codes, ignored, sources_for
 from trainer_bridge.transfer.packer import HostPacker, Packer, QuantizePacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan, can_be_mapped, is_aligned
-from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.cuda_ipc import segments_message
 from trainer_bridge.transport.rank_client import Content, EngineRanks, Engines
-from trainer_bridge.ways.carriers import TCP, Carrier
+from trainer_bridge.ways.carriers import Bucket, Carrier
+from trainer_bridge.ways.far import TCP
 from trainer_bridge.ways.in_place import InPlace, OfShards, Parameters
 
 

@@ -31,8 +31,8 @@ from tests.sgl_fp8rl.engine.fake_scheduler import FakeScheduler
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_host import Exchange
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.transport.bucket import Bucket
 from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.ways.carriers import Bucket
 
 TP = 2
 TOKEN = "the session's token"
