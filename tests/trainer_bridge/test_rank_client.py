@@ -76,13 +76,13 @@ def test_only_what_every_rank_has_open_is_known(
 @pytest.mark.parametrize("known", [None, 1, "a", [1], [["a"]], {"a": 1}])
 def test_what_a_rank_has_open_is_a_list_of_names(ranks: list[Rank], known: Any) -> None:
     ranks[1].answer = lambda message: {"ok": True, "known": known}
-    with pytest.raises(EngineError, match="what memory it has open"):
+    with pytest.raises(EngineError, match="as its known"):
         connect(ranks)
 
 
 @pytest.mark.parametrize(("paths", "token"), [(None, "t"), ([], "t"), (["a", 1], "t"), (["a"], 1)])
 def test_an_engine_names_its_sockets(paths: Any, token: Any) -> None:
-    with pytest.raises(EngineError, match="without naming its sockets"):
+    with pytest.raises(EngineError, match=r"as its (sockets|token)"):
         RankClients(paths, token)
 
 

@@ -16,7 +16,7 @@ from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.kv_schema import INT8
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError, check_fields
 from trainer_bridge.fp8.engine_norms import convert_norms
 from trainer_bridge.fp8.fp8_weights import moves_codes
 from trainer_bridge.kv import attention_hooks
@@ -261,11 +261,9 @@ def _sums_of(engines: Any, format_: WeightFormat) -> dict[str, Sums]:
                 f"{each.name} computes in {theirs.name} and this forward in {format_.name}; start "
                 f"it with --fp8rl-format {format_.name}"
             )
-        sums = each.connection.client.control({"op": "code_sums"}).get("sums")
-        if not isinstance(sums, dict):
-            raise EngineError(
-                f"the reply of {each.name} has no sums; install the same sgl-fp8rl on both sides"
-            )
+        reply = each.connection.client.control({"op": "code_sums"})
+        sums: Any = reply.get("sums")
+        check_fields(f"the reply of {each.name}", reply, {"sums": isinstance(sums, dict)})
         found[each.name] = sums
     return found
 

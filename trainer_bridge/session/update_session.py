@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError, twice, wrong_names
-from sgl_fp8rl.protocol.values import excerpt
-from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.engines.engine_client import EngineError, check_fields
 from trainer_bridge.session.participant import Participant
 from trainer_bridge.sources.announcement import as_announced
 from trainer_bridge.sources.parameters import Named, check_readable
@@ -23,13 +22,10 @@ from trainer_bridge.ways.sender import Sender
 def slowest_gpu(replies: list[dict[str, Any]]) -> float | None:
     """Seconds of the slowest GPU in the ranks' replies to ``finish``; None on a CPU."""
     seconds: list[Any] = [reply.get("gpu_seconds") for reply in replies]
-    known = [each for each in seconds if type(each) in (int, float) and 0 <= each < float("inf")]
-    if len(known) + seconds.count(None) != len(seconds):
-        raise EngineError(
-            f"a rank of the engine reports {excerpt(seconds)} as its seconds; install the same "
-            f"sgl-fp8rl on both sides"
-        )
-    return None if None in seconds else max(known, default=None)
+    for reply, each in zip(replies, seconds, strict=True):
+        sound = each is None or (type(each) in (int, float) and 0 <= each < float("inf"))
+        check_fields("a rank's reply", reply, {"gpu_seconds": sound})
+    return None if None in seconds else max(seconds, default=None)
 
 
 class UpdateSession:

@@ -9,8 +9,7 @@ import torch
 
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, parse_spec, wrong_shape
-from sgl_fp8rl.protocol.values import excerpt
-from trainer_bridge.engines.engine_client import EngineClient, EngineError
+from trainer_bridge.engines.engine_client import EngineClient, check_fields
 from trainer_bridge.sources.parameters import Named, plain
 
 Announcement = str | PathLike[str] | Iterable[tuple[str, torch.dtype, Sequence[int]]]
@@ -94,12 +93,8 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _read(reply: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
     """What an engine answers: the shapes of its tensors, if it knows them."""
-    shapes = reply.get("shapes", ...)
-    if not (shapes is None or isinstance(shapes, dict)):
-        raise EngineError(
-            f"the engine names its tensors by {excerpt(reply)}; install the same sgl-fp8rl on both "
-            f"sides"
-        )
+    shapes: Any = reply.get("shapes", ...)
+    check_fields("the engine's reply", reply, {"shapes": isinstance(shapes, dict | None)})
     if shapes is None:
         return None
     return {name: parse_spec(name, ["bfloat16", s]).shape for name, s in shapes.items()}

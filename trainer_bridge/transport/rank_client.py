@@ -13,7 +13,7 @@ import torch
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.image import Change
 from sgl_fp8rl.protocol.values import are_names
-from trainer_bridge.engines.engine_client import EngineError, sentence_of
+from trainer_bridge.engines.engine_client import EngineError, check_fields, sentence_of
 
 SOCKET_TIMEOUT_S = 600.0
 """Seconds that a rank may take over one chunk."""
@@ -135,11 +135,8 @@ class RankClients(EngineRanks):
     """Each rank of an engine on this host, by a Unix socket of its own."""
 
     def __init__(self, paths: Any, token: Any, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
-        if not are_names(paths) or not paths or not isinstance(token, str):
-            raise EngineError(
-                "the engine began an update without naming its sockets; install the same sgl-fp8rl "
-                "on both sides"
-            )
+        sound = {"sockets": bool(paths) and are_names(paths), "token": isinstance(token, str)}
+        check_fields("a session of the engine", {"sockets": paths, "token": token}, sound)
         super().__init__(timeout_s)
         try:
             for path in paths:
@@ -248,15 +245,11 @@ def _connect(path: str, token: str, timeout_s: float) -> socket.socket:
 def _known(rank: socket.socket) -> set[str]:
     """Names of the memory that a rank has open, its first reply."""
     try:
-        known = receive(rank).get("known", [])
+        reply = {"known": [], **receive(rank)}
     except OSError as error:
         raise _unreachable(error) from error
-    if not are_names(known):
-        raise EngineError(
-            "a rank of the engine does not say what memory it has open; install the same "
-            "sgl-fp8rl on both sides"
-        )
-    return set(known)
+    check_fields("a rank's reply", reply, {"known": are_names(reply["known"])})
+    return set(reply["known"])
 
 
 def _unreachable(error: Exception) -> EngineError:

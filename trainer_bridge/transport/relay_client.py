@@ -15,8 +15,8 @@ import torch
 
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.nixl_memory import NixlError, Writer, writer_to
-from sgl_fp8rl.protocol.values import are_names, excerpt
-from trainer_bridge.engines.engine_client import EngineError
+from sgl_fp8rl.protocol.values import are_names
+from trainer_bridge.engines.engine_client import EngineError, check_fields
 from trainer_bridge.transport.rank_client import (
     Content,
     EngineRanks,
@@ -61,12 +61,13 @@ class RelayClient(EngineRanks):
     ) -> None:
         super().__init__(timeout_s)
         self._end: Callable[[], object] | None = None
-        sound = isinstance(where, dict) and type(where.get("port")) is int
-        if not sound or not isinstance(where.get("host"), str) or not isinstance(token, str):
-            raise EngineError(
-                f"the engine names {excerpt(where)} as its relay; install the same sgl-fp8rl on "
-                f"both sides"
-            )
+        sound = {
+            "relay": isinstance(where, dict)
+            and type(where.get("port")) is int
+            and isinstance(where.get("host"), str),
+            "token": isinstance(token, str),
+        }
+        check_fields("a session of the engine", {"relay": where, "token": token}, sound)
         address = host or where["host"], where["port"]
         self.where = {"host": address[0], "port": address[1]}
         """Where other ranks of the trainer reach it, with ``token``."""
@@ -85,10 +86,9 @@ class RelayClient(EngineRanks):
             hello: Any = receive(relay)
             known, image = hello.get("known"), hello.get("image")
             most = hello.get("image_bytes", 0)
-            if not are_names(known) or not isinstance(image, str | None) or type(most) is not int:
-                raise EngineError(
-                    "the engine's relay names no memory; install the same sgl-fp8rl on both sides"
-                )
+            sound = {"known": are_names(known), "image": isinstance(image, str | None)}
+            sound["image_bytes"] = type(most) is int
+            check_fields("the engine's relay", hello, sound)
         except OSError as error:
             self.close()
             raise EngineError(f"the engine's relay hung up ({error}); see its log") from error
@@ -133,14 +133,12 @@ class RelayClient(EngineRanks):
             self._give_up()
             raise
         self._find_writer(answer)
-        replies = answer.get("replies")
-        if not isinstance(replies, list) or not all(isinstance(each, dict) for each in replies):
-            raise EngineError(
-                "the engine's relay passed no replies on; install the same sgl-fp8rl on both sides"
-            )
+        replies: Any = answer.get("replies")
+        is_sound = isinstance(replies, list) and all(isinstance(each, dict) for each in replies)
+        check_fields("the engine's relay", answer, {"replies": is_sound})
         for reply in replies:
             check(reply)
-        return replies
+        return replies  # type: ignore[no-any-return]
 
     def close(self) -> None:
         if self._end is not None:  # it was connected
