@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 1 << 22
 """Elements that are compared at once: unlike heads differ among the first."""
-_WORDS = (torch.int64, torch.int32, torch.int16)
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 UNLIKE = (
     f"{TIED_HEAD} is not the embedding, and this engine ties the two; train with tied embeddings, "
     f"or start the engine on a checkpoint whose tie_word_embeddings is false"
@@ -144,7 +144,14 @@ def _aligned(head: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def _bits(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """As integers, so that NaN equals itself: it is found where weights are checked."""
-    return part.to(dtype).contiguous().view(_WORDS[-1] if dtype.itemsize == 2 else _WORDS[-2])
+    return part.to(dtype).contiguous().view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+
+
+def as_words(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The bits of a contiguous tensor, as integers of the widest type that so many bytes and its
+    place in memory are whole numbers of."""
+    start = tensor.storage_offset() * tensor.itemsize
+    return tensor.view(next(w for w in _WORDS if start % w.itemsize == nbytes % w.itemsize == 0))
 
 
 @torch.no_grad()
@@ -154,12 +161,8 @@ def _sums(tensor_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor_VH.dtype in WEIGHT_DTYPES:
         tensor_VH = tensor_VH.to(dtype)
     tensor_VH = tensor_VH.detach().contiguous()
-    row = tensor_VH.shape[1] * tensor_VH.itemsize
-    start = tensor_VH.storage_offset() * tensor_VH.itemsize
-    words = tensor_VH.view(next(w for w in _WORDS if row % w.itemsize == start % w.itemsize == 0))
-    odd = (
-        torch.randint(1 << 62, words.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
-    )
-    odd = odd.to(words.device)
+    words = as_words(tensor_VH, tensor_VH.shape[1] * tensor_VH.itemsize)
+    seeded = torch.Generator().manual_seed(0)
+    odd = (torch.randint(1 << 62, words.shape[1:], generator=seeded) * 2 + 1).to(words.device)
     step = max(AT_ONCE // words.shape[1], 1)
     return torch.cat([(part * odd).sum(1) for part in words.split(step)])

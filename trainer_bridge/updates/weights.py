@@ -27,6 +27,7 @@ from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.announcement import Announcement
 from trainer_bridge.sources.parameters import Named, NamedTensors, check_readable, listed
 from trainer_bridge.sources.tied_head import (
+    as_words,
     check_head,
     on_all_ranks,
     repeats_embedding,
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 CODES_S = 60.0
 """Seconds that the first rank waits until all others have quantized their shards."""
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 Report = tuple[ShardReport, ShardReport | EngineError, bool | None] | None
@@ -327,14 +327,9 @@ def weights_digest(named: Named) -> str:
     found = []
     for name, tensor in named:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        total = _words(local.contiguous().view(-1)).sum(dtype=torch.int64)
+        words = as_words(local.contiguous().view(-1), local.nbytes)
+        total = words.sum(dtype=torch.int64)
         found.append((name, str(local.dtype), tuple(local.shape), total))
     # sums are read when all are queued; in one order, whatever the trainer's is
     content = sorted((*described, int(total)) for *described, total in found)
     return hashlib.sha256(repr(content).encode()).hexdigest()
-
-
-def _words(flat: torch.Tensor) -> torch.Tensor:
-    """The bits of a flat tensor, as integers of the widest type that fits."""
-    start, nbytes = flat.storage_offset() * flat.itemsize, flat.numel() * flat.itemsize
-    return flat.view(next(w for w in _WORDS if start % w.itemsize == nbytes % w.itemsize == 0))
