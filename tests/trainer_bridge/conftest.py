@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainer_bridge.ways import carriers
+from trainer_bridge.ways import sender
 from trainer_bridge.ways.carriers import Bucket
 
 
@@ -18,5 +18,5 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(carriers, "Bucket", Kept)
+    monkeypatch.setattr(sender, "Bucket", Kept)
     return made

@@ -25,7 +25,7 @@ from trainer_bridge.transport.rank_client import (
     UnreachableMemoryError,
 )
 from trainer_bridge.transport.relay_client import RelayClient
-from trainer_bridge.ways import carriers as bucket_module
+from trainer_bridge.ways import carriers
 from trainer_bridge.ways.carriers import Bucket
 
 pytestmark = pytest.mark.timeout(60)
@@ -165,7 +165,7 @@ def test_a_rank_that_cannot_open_it(tmp_path: Path, way: Way, filled: Make, answ
 
 def test_buckets_of_one_handle_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = driver_memory(lambda: Handle("ab" * 64, NBYTES, fake_ipc.GPU), [])
-    monkeypatch.setattr(bucket_module, "DeviceMemory", lambda nbytes, device: memory)
+    monkeypatch.setattr(carriers, "DeviceMemory", lambda nbytes, device: memory)
     first, second = (Bucket(NBYTES, torch.device("cuda", 0)) for _ in range(2))
     assert first._message["handle"] == second._message["handle"]
     assert first.name != second.name
@@ -184,7 +184,7 @@ def test_a_bucket_on_a_system_without_cuda_ipc(monkeypatch: pytest.MonkeyPatch) 
         raise CudaMemoryError("not supported")
 
     memory = driver_memory(refuse, closed)
-    monkeypatch.setattr(bucket_module, "DeviceMemory", lambda nbytes, device: memory)
+    monkeypatch.setattr(carriers, "DeviceMemory", lambda nbytes, device: memory)
     with pytest.raises(UnreachableMemoryError, match="not supported") as refused:
         Bucket(NBYTES, torch.device("cuda", 0))
     del refused

@@ -429,7 +429,7 @@ class GpuBucket:
 def test_a_bucket_on_another_gpu_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The old one is freed when no rank has it open any more."""
     monkeypatch.setattr(GpuBucket, "made", [], raising=False)
-    monkeypatch.setattr(carriers, "Bucket", GpuBucket)
+    monkeypatch.setattr(sender_module, "Bucket", GpuBucket)
     monkeypatch.setattr(sender_module, "QuantizePacker", lambda *_: object())
     sender = Sender(layout())
     plan = plan_for(sender, weights(a=(4, 4)))

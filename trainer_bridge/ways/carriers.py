@@ -133,10 +133,6 @@ class Carrier:
             return {}
         return by_tensor(self._layout["formats"])
 
-    def bucket(self, nbytes: int) -> Bucket:
-        """A new one."""
-        return Bucket(nbytes, self.device, not self.is_far)
-
     def begin(self, plan: TransferPlan, engines: Sequence[tuple[Holder, EngineRanks]]) -> None:
         """Get ready for an update of these engines."""
 

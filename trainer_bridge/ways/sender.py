@@ -82,9 +82,6 @@ class Sender:
 
         So they are read in place where the weights are, and are new at each step all the same.
         They come last.
-
-        Raises:
-            ManifestError: the engines have no FP8 KV cache, or one of other layers or heads.
         """
         *others, (name, scales) = named or [("", torch.empty(0))]
         if name != KV_SCALES:
@@ -243,7 +240,7 @@ class Sender:
         nbytes, previous = plan.manifest.bucket_bytes, self._bucket
         kept = previous and (previous.content.device, previous.content.numel())
         if kept != (place, nbytes):
-            self._bucket = self.carrier(device).bucket(nbytes)
+            self._bucket = Bucket(nbytes, device, not self.carrier(device).is_far)
         assert self._bucket is not None
         if ranks is not None:
             self._bucket.share(ranks)
