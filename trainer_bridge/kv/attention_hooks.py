@@ -29,11 +29,7 @@ class Watch:
     def see(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Observe a call of the attention function if ``module`` belongs to this model.
-
-        Raises:
-            ValueError: K holds tokens that were observed before.
-        """
+        """Observe a call of the attention function if ``module`` belongs to this model."""
         if (layer := self._layers.get(module)) is None:
             return
         if query.shape[2] != key.shape[2]:
@@ -98,9 +94,6 @@ def install() -> None:
 
     Every attention layer of transformers gets its function, also the eager one, from
     ``get_interface`` in each forward, and calls it with itself, query, key and value.
-
-    Raises:
-        ValueError: this transformers is too old to have ``get_interface``.
     """
     from transformers.modeling_utils import AttentionInterface
 
@@ -154,11 +147,7 @@ def attention_layers(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of a transformers model's decoder, also inside a wrapper.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The config of a transformers model's decoder, also inside a wrapper."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "get_text_config"):

@@ -44,11 +44,7 @@ class FakeQuantizedKV:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Call one of transformers' attention functions.
-
-        Raises:
-            ValueError: E4M3 in FP16, whose products of Q and codes may overflow.
-        """
+        """Call one of transformers' attention functions."""
         if self._scales is not None and query.dtype == torch.float16:
             raise ValueError(
                 "attention with K and V of an FP8 cache is computed in BF16 or FP32; load the "
@@ -100,9 +96,6 @@ def fake_quantize_kv(
     Args:
         scales_L2: of K and V in each layer of an E4M3 cache, each None of an INT8 cache, which has
             no scales of layers; None: K and V stay as they are, as in a new model.
-
-    Raises:
-        ValueError: they are of a model with other layers.
     """
     layers = attention_hooks.attention_layers(model)
     found = sorted({*layers.values()})

@@ -47,11 +47,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value of ``pack``; an error of a class that is not exchanged is one of its base class.
-
-    Raises:
-        ValueError: another program wrote it.
-    """
+    """The value of ``pack``; an error of a class that is not exchanged is one of its base class."""
     try:
         return json.loads(data, object_hook=_unpacked)
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):

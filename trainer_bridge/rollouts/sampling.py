@@ -75,11 +75,7 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
 
 
 def read_sampling(sampling: Mapping[str, Any]) -> tuple[int, float, dict[str, Any]]:
-    """Samples per prompt, the temperature of the logprobs, and the parameters to send.
-
-    Raises:
-        ValueError: an option is refused, or its value is of another kind.
-    """
+    """Samples per prompt, the temperature of the logprobs, and the parameters to send."""
     if not isinstance(sampling, Mapping):
         raise ValueError(
             f"rollout: sampling is {shown(sampling)}; pass a dict of SGLang's sampling parameters, "

@@ -61,9 +61,6 @@ class TokenMap:
 
         Args:
             lengths: number of rows of each sequence.
-
-        Raises:
-            ValueError: the tokens do not match these lengths.
         """
         if self.sequence_N.numel() and int(self.sequence_N.max()) >= len(lengths):
             raise ValueError(

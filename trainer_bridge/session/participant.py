@@ -171,11 +171,7 @@ def kept_alive(members: Sequence[Participant]) -> Iterator[None]:
 
 
 def participants_of(engines: Any) -> list[Participant]:
-    """The engines of an update, by address or number.
-
-    Raises:
-        EngineError: the list is empty, holds something else, or an engine twice.
-    """
+    """The engines of an update, by address or number."""
     if isinstance(engines, str) or not isinstance(engines, Sequence):
         return [Participant("the engine", engines)]
     timeout_s = STEP_TIMEOUT_S if len(engines) > 1 else SOCKET_TIMEOUT_S

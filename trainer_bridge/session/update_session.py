@@ -77,11 +77,7 @@ class UpdateSession:
         return mine + self.network_bytes_of_others
 
     def put_named(self, name: str, tensor: torch.Tensor) -> None:
-        """Put the next tensor of a stream into the bucket.
-
-        Raises:
-            ManifestError: it was not announced, came before, or cannot be read.
-        """
+        """Put the next tensor of a stream into the bucket."""
         check_readable(name, tensor)
         if not self._engines.open:
             return

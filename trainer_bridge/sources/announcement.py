@@ -58,11 +58,7 @@ def announced(
 def as_announced(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Size
 ) -> torch.Tensor:
-    """A tensor of a stream in the dtype in which it was announced, contiguous.
-
-    Raises:
-        ManifestError: it has another shape, or its dtype cannot be converted.
-    """
+    """A tensor of a stream in the dtype in which it was announced, contiguous."""
     if tensor.shape != shape:
         raise ManifestError(wrong_shape(name, tensor.shape, shape))
     if tensor.dtype != dtype:

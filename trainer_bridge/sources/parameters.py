@@ -105,11 +105,7 @@ def listed(model_or_named_tensors: nn.Module | NamedTensors) -> tuple[Named, Exc
 
 
 def check_readable(name: str, tensor: Any) -> None:
-    """Check that a tensor has elements that can be read on this rank.
-
-    Raises:
-        ManifestError: it has none, or they are not those of a dense tensor.
-    """
+    """Check that a tensor has elements that can be read on this rank."""
     why = _why_unreadable(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     if why is not None:
         raise ManifestError(f"{name} {why}")
@@ -183,11 +179,7 @@ def sources(
 
 def _reshard(module: nn.Module) -> None:
     """Have FSDP2 show the parameters that its optimizer steps, here and in modules inside: a
-    forward pass leaves those of the root whole, and a step after it does not reach them.
-
-    Raises:
-        ManifestError: FSDP1 has flattened parameters.
-    """
+    forward pass leaves those of the root whole, and a step after it does not reach them."""
     if isinstance(module, FSDPModule):
         module.reshard()
     elif isinstance(module, FullyShardedDataParallel):

@@ -123,9 +123,6 @@ class TransferPlan:
 
         Returns:
             The HF tensors that now have their place in the bucket, in its order.
-
-        Raises:
-            ManifestError: it is too large for the bucket.
         """
         cutter, last = self._cutter, max(len(self.chunks) - 1, 0)
         assert cutter is not None
