@@ -8,6 +8,7 @@ rollout_corr_helper.py of 0.9.1. The geometric level and the veto come from slim
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, cast
 
@@ -176,6 +177,7 @@ def _check(name: str, threshold: Threshold) -> None:
 
 _GEO, _K3 = {"seq_mean_k1": (0.999, 1.001)}, {"seq_mean_k3": 0.01}
 _ICEPOP = (0.5, 5.0)
+_reinforce = partial(CorrectionConfig, bypass_mode=True, loss_type="reinforce")
 
 PRESETS: dict[str, CorrectionConfig] = {
     "decoupled_token_is": CorrectionConfig("token"),
@@ -191,19 +193,11 @@ PRESETS: dict[str, CorrectionConfig] = {
     "bypass_ppo_clip": CorrectionConfig(None, bypass_mode=True),
     "bypass_ppo_clip_geo_rs": CorrectionConfig(None, rollout_rs=_GEO, bypass_mode=True),
     "bypass_ppo_clip_k3_rs": CorrectionConfig(None, rollout_rs=_K3, bypass_mode=True),
-    "bypass_pg_is": CorrectionConfig("sequence", bypass_mode=True, loss_type="reinforce"),
-    "bypass_pg_token_icepop": CorrectionConfig(
-        "token", _ICEPOP, bypass_mode=True, loss_type="reinforce"
-    ),
-    "bypass_pg_geo_rs": CorrectionConfig(
-        None, rollout_rs=_GEO, bypass_mode=True, loss_type="reinforce"
-    ),
-    "bypass_pg_geo_rs_seq_tis": CorrectionConfig(
-        "sequence", rollout_rs=_GEO, bypass_mode=True, loss_type="reinforce"
-    ),
-    "bypass_pg_geo_rs_token_tis": CorrectionConfig(
-        "token", rollout_rs=_GEO, bypass_mode=True, loss_type="reinforce"
-    ),
+    "bypass_pg_is": _reinforce("sequence"),
+    "bypass_pg_token_icepop": _reinforce("token", _ICEPOP),
+    "bypass_pg_geo_rs": _reinforce(None, rollout_rs=_GEO),
+    "bypass_pg_geo_rs_seq_tis": _reinforce("sequence", rollout_rs=_GEO),
+    "bypass_pg_geo_rs_token_tis": _reinforce("token", rollout_rs=_GEO),
     "disabled": CorrectionConfig(None),
 }
 """Presets by verl's names; change one with ``dataclasses.replace``."""
