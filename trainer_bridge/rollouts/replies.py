@@ -35,16 +35,13 @@ class Sample(NamedTuple):
     experts: torch.Tensor | None
 
 
-class Expected(NamedTuple):
-    """What the replies of a rollout must agree with."""
-
-    version: int | None
-    committed: Policy | None
-    layout: ExpertLayout | None
-
-
 def read_sample(
-    reply: Any, prompt: str | list[int], expected: Expected, index: int
+    reply: Any,
+    prompt: str | list[int],
+    index: int,
+    expected_version: int | None,
+    committed: Policy | None,
+    layout: ExpertLayout | None,
 ) -> Sample | EngineError:
     """The sample of a reply, or why there is none."""
     error = error_of(reply, index)
@@ -53,7 +50,7 @@ def read_sample(
     try:
         tokens, logprobs, versions, runs = _of_tokens(reply, index)
         policies = set(zip(runs, versions, strict=True))
-        check_policies(policies, expected.version, expected.committed, f"reply {index}")
+        check_policies(policies, expected_version, committed, f"reply {index}")
         if isinstance(prompt, str):
             if reply.get("prompt_token_ids") is None:
                 raise ValueError(
@@ -62,9 +59,9 @@ def read_sample(
                 )
             prompt = list(reply["prompt_token_ids"])
         experts = None
-        if expected.layout is not None:
+        if layout is not None:
             count = len(prompt) + len(tokens) if tokens else 0
-            experts = expected.layout.read(reply["meta_info"], count, index)
+            experts = layout.read(reply["meta_info"], count, index)
     except ValueError as broken:
         return ContractError(str(broken))
     reason = reply["meta_info"]["finish_reason"]["type"]

@@ -21,7 +21,7 @@ import torch
 
 from trainer_bridge.arguments import listed, seconds, token_rows, whole
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.rollouts.replies import ContractError, Expected, Sample, lost, read_sample
+from trainer_bridge.rollouts.replies import ContractError, Sample, lost, read_sample
 from trainer_bridge.rollouts.routed_experts import ExpertLayout
 from trainer_bridge.rollouts.sampling import read_sampling
 from trainer_bridge.rollouts.serving_engines import clipped_by, sample_on, serving_engines
@@ -168,11 +168,10 @@ def rollout(
     repeated: list[Any] = [prompt for prompt in prompts for _ in range(n)]
     replies = sample_on(serving, _requests(prompts, n, sampling_params, routed_experts), timeout)
 
-    expected = Expected(expected_version, committed, layout)
     samples: list[Sample] = []
     errors: dict[int, EngineError] = {}
     for index, (prompt, reply) in enumerate(zip(repeated, replies, strict=True)):
-        sample = read_sample(reply, prompt, expected, index)
+        sample = read_sample(reply, prompt, index, expected_version, committed, layout)
         if isinstance(sample, EngineError):
             errors[index], sample = sample, lost(prompt, layout)
         samples.append(sample)
