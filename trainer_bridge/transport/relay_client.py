@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,13 +31,8 @@ FLUSH_S = 1.0
 """Seconds that what was sent last has to leave, before the connection is closed."""
 
 
-class Parcel(NamedTuple):
-    """A message, and the bytes that follow it."""
-
-    message: dict[str, Any]
-    data: torch.Tensor | None = None
-    writer: Writer | None = None
-    """What brings the bytes before the message instead."""
+Parcel = tuple[dict[str, Any], torch.Tensor | None, Writer | None]
+"""A message, the bytes that follow it, and what brings them before the message instead."""
 
 
 class RelayClient(EngineRanks):
@@ -109,7 +104,7 @@ class RelayClient(EngineRanks):
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if message["op"] == "commit":
             message = {**message, "image": self.next_image}
-        self._parcels.put(Parcel(message))  # the relay opens memory of its own
+        self._parcels.put((message, None, None))  # the relay opens memory of its own
 
     def send_chunk(self, message: dict[str, Any], content: Content | None) -> None:
         assert content is not None
@@ -122,7 +117,7 @@ class RelayClient(EngineRanks):
         if writer is not None:
             message["written"] = True
         self.network_bytes += data.numel()
-        self._parcels.put(Parcel(message, data, writer))
+        self._parcels.put((message, data, writer))
 
     def wait(self, began: float | None = None) -> list[dict[str, Any]]:
         (relay,) = self._sockets
