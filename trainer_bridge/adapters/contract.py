@@ -60,25 +60,21 @@ def check_weights(walk: Walk, checkpoint: Path) -> None:
     for _ in range(2):
         found: set[str] = set()
         for name, tensor in walk():
-            _require(name not in found, f"{name} comes twice in one walk; yield it once")
+            shape = tuple(tensor.shape)
+            wanted = specs[name].shape if name in specs else shape
+            faults = {
+                "comes twice in one walk; yield it once": name in found,
+                "is not in the checkpoint; yield the names of the HF checkpoint": (
+                    name not in specs and name != TIED_HEAD
+                ),
+                "is sharded; gather it before the yield": isinstance(tensor, DTensor),
+                f"is {tensor.dtype}; yield BF16, FP16 or FP32": tensor.dtype not in WEIGHT_DTYPES,
+                f"has shape {shape}, in the checkpoint {wanted}; yield whole tensors in the "
+                f"checkpoint's layout": shape != wanted,
+            }
+            for fault, is_so in faults.items():
+                _require(not is_so, f"{name} {fault}")
             found.add(name)
-            _require(
-                name in specs or name == TIED_HEAD,
-                f"{name} is not in the checkpoint; yield the names of the HF checkpoint",
-            )
-            _require(
-                not isinstance(tensor, DTensor), f"{name} is sharded; gather it before the yield"
-            )
-            _require(
-                tensor.dtype in WEIGHT_DTYPES,
-                f"{name} is {tensor.dtype}; yield BF16, FP16 or FP32",
-            )
-            if name in specs:
-                _require(
-                    tuple(tensor.shape) == specs[name].shape,
-                    f"{name} has shape {tuple(tensor.shape)}, in the checkpoint "
-                    f"{specs[name].shape}; yield whole tensors in the checkpoint's layout",
-                )
         missing = sorted(specs.keys() - found - {TIED_HEAD})
         _require(not missing, f"{missing[:1]} did not come; yield every tensor at every walk")
 
