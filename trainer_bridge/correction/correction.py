@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.correction import rejection, weights
+from trainer_bridge.correction import weights
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, LossType
 from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
 from trainer_bridge.metrics.batch_inputs import check_tensors, check_values, checked_groups
@@ -110,7 +110,7 @@ def correct_logprobs(
             weight_batch_mean               the divisor of batch normalization
             masked_fraction                 rejected tokens
             masked_sequence_fraction        sequences with a rejected token
-            <option>/..., veto/...          see rejection.read_rejections
+            <option>/..., veto/...          see weights.read_rejections
             kv_clipped                      as given, the largest of all ranks
 
         The first two exist if the config weighs, weight_batch_mean if it normalizes, kv_clipped if
@@ -134,7 +134,7 @@ def correct_logprobs(
             means_BT += weights.add_weights(reducer, mismatch, config.rollout_is, config)
             applied_BT = means_BT[0] if config.applies_weights else applied_BT
         if config.rejects:
-            kept_BT[rows] = rejection.keep_tokens(reducer, mismatch, config)
+            kept_BT[rows] = weights.keep_tokens(reducer, mismatch, config)
             kept_ones_BT = ones_where(kept_BT[rows])
             means_BT.append(mismatch.tokens_BT - kept_ones_BT)
             applied_BT = applied_BT * kept_ones_BT
@@ -152,7 +152,7 @@ def correct_logprobs(
     if config.rollout_is is not None:
         metrics |= weights.read_weights(values, metrics, config)
     if config.rejects:
-        metrics |= rejection.read_rejections(values, metrics, config)
+        metrics |= weights.read_rejections(values, metrics, config)
     if (most := float(values["kv_clipped"])) >= 0:
         metrics["kv_clipped"] = most
     loss_type = config.loss_type if config.bypass_mode else "ppo_clip"
