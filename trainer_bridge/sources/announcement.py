@@ -1,7 +1,7 @@
 """What a stream will bring, known before its first tensor comes: names, dtypes and shapes."""
 
 from collections.abc import Iterable, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,19 @@ def announced(
         ManifestError: the tensors are not known, as with an engine of dummy weights; or the folder
             holds no checkpoint.
     """
-    reply = client.control({"op": "tensors"})
-    shapes = _read(reply)
-    if announcement is None and shapes is None:
-        raise ManifestError(
-            "the engine has dummy weights and does not know the tensors of a checkpoint; pass "
-            "announce=, the folder of the HF checkpoint that was trained from"
-        )
-    if isinstance(announcement, str | PathLike):
-        shapes = _shapes_in(Path(fspath(announcement))) if shapes is None else shapes
-        announcement = None
-    if announcement is None:
+    shapes = _read(client.control({"op": "tensors"}))
+    if announcement is None or isinstance(announcement, str | PathLike):
+        if shapes is None:
+            if announcement is None:
+                raise ManifestError(
+                    "the engine has dummy weights and does not know the tensors of a checkpoint; "
+                    "pass announce=, the folder of the HF checkpoint that was trained from"
+                )
+            shapes = _shapes_in(Path(announcement))
         kept = frozenset(fp32)
         announcement = [
             (name, torch.float32 if name in kept else dtype, shape)
-            for name, shape in (shapes or {}).items()
+            for name, shape in shapes.items()
         ]
     return [
         (name, torch.empty(tuple(shape), dtype=each, device="meta"))
