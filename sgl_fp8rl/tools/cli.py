@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from server_args.args import FORMATS
@@ -84,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("kv-report", help="report scales and errors of an FP8 KV cache")
     report.add_argument("source", help="an engine's http:// address, or a file from --json")
     report.add_argument("--json", metavar="FILE", type=Path, help="save the reply and the report")
-    report.add_argument("--picture", metavar="FILE.png", type=Path, help="draw it")
     report.add_argument(
         "--observe",
         action="store_true",
@@ -97,8 +95,6 @@ def _kv_report(arguments: argparse.Namespace) -> int:
     from sgl_fp8rl.tools import kv_report
     from trainer_bridge.engines.engine_client import EngineError
 
-    if arguments.picture and find_spec("matplotlib") is None:
-        sys.exit("sgl-fp8rl kv-report --picture needs matplotlib; run pip install matplotlib")
     try:
         if arguments.observe:
             tokens = kv_report.observe(arguments.source)
@@ -109,8 +105,6 @@ def _kv_report(arguments: argparse.Namespace) -> int:
         print(kv_report.render(reply, lines))
         if arguments.json:
             arguments.json.write_text(kv_report.as_json(reply, lines))
-        if arguments.picture:
-            kv_report.draw(reply, lines, arguments.picture)
     except (EngineError, OSError, ValueError) as error:
         sys.exit(f"sgl-fp8rl kv-report: {error}")
     return 0

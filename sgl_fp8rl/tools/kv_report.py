@@ -1,4 +1,4 @@
-"""``sgl-fp8rl kv-report``: what an engine reports of its FP8 KV cache, as a table and a picture.
+"""``sgl-fp8rl kv-report``: what an engine reports of its FP8 KV cache, as a table.
 
 It reads the reply to the control message ``kv``, from an engine or from a file.
 """
@@ -16,8 +16,6 @@ from trainer_bridge.engines.engine_client import connect
 Reply = dict[str, Any]
 
 SIDES = ("k", "v")
-STYLES = {"k": ("tab:orange", "--"), "v": ("tab:blue", ":")}
-"""Color of a side, and the line style of its limit: both limits may coincide."""
 HEADER = ("layer", "", "tokens", "amax", "scale", "headroom", "clipped", "error")
 UNKNOWN = "-"
 NOT_MEASURED = {"tokens": 0, "error_k": None, "error_v": None, "not_finite_k": 0, "not_finite_v": 0}
@@ -221,49 +219,3 @@ def _rate(rate: float | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else format(value, form)
-
-
-def draw(reply: Reply, lines: list[Line], path: Path) -> None:
-    """Range, clip rate and error over layers, K and V, as a PNG; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    figure, (ranges, clips, errors) = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    for side, (colour, dashes) in STYLES.items():
-        mine = [line for line in lines if line.side == side]
-        layers, name = [line.layer for line in mine], side.upper()
-        limits = [FP8_MAX * (line.largest_scale or math.nan) for line in mine]
-        ranges.plot(layers, limits, dashes, color=colour, label=f"448 x {name} scale")
-        # a gap where a value is missing
-        for axis, values, label in (
-            (ranges, [line.amax or math.nan for line in mine], f"largest |{name}|"),
-            (clips, [_or_gap(line.clip_rate) for line in mine], name),
-            (errors, [_or_gap(line.error) for line in mine], name),
-        ):
-            # a rate of 0 is on the edge
-            axis.plot(layers, values, "o-", color=colour, markersize=3, label=label, clip_on=False)
-    for axis, label in (
-        (ranges, "magnitude"),
-        (clips, "clip rate"),
-        (errors, "error against BF16, |x - stored| / |x|"),
-    ):
-        axis.set_xlabel("layer")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-        axis.legend()
-    ranges.set_yscale("log")
-    clips.set_ylim(bottom=0)
-    errors.set_ylim(bottom=0)
-    if all(line.error is None for line in lines):
-        errors.set_title("not measured: kv-report --observe", fontsize=9)
-    figure.suptitle(title(reply), fontsize=10)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def _or_gap(value: float | None) -> float:
-    return math.nan if value is None else value

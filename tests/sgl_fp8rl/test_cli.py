@@ -15,7 +15,7 @@ import pytest
 from sgl_fp8rl.tools import cli, kv_report
 from sgl_fp8rl.tools.layers import render_layers
 from tests.engine.models import make_checkpoint
-from tests.sgl_fp8rl.kv.test_kv_report import PNG_SIGNATURE, a_reply
+from tests.sgl_fp8rl.kv.test_kv_report import a_reply
 
 LAYERS: list[dict[str, Any]] = [
     {
@@ -144,20 +144,6 @@ def test_kv_report_asks_to_observe(
     assert capsys.readouterr().out.split()[2] == "4096"
     with pytest.raises(SystemExit, match=r"http://.*--observe"):
         cli.main(["kv-report", str(tmp_path), "--observe"])
-
-
-def test_kv_report_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, picture = tmp_path / "kv.json", tmp_path / "kv.png"
-    saved.write_text(json.dumps(a_reply()))
-    draw = ["kv-report", str(saved), "--picture", str(picture)]
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(SystemExit, match="run pip install matplotlib"):
-            cli.main(draw)
-        assert not picture.exists()
-    pytest.importorskip("matplotlib")
-    assert cli.main(draw) == 0
-    assert picture.read_bytes().startswith(PNG_SIGNATURE)
 
 
 def test_kv_report_faults_are_sentences(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""The report of an FP8 KV cache: its figures by hand, its table, its file and its picture."""
+"""The report of an FP8 KV cache: its figures by hand, its table and its file."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,6 @@ import pytest
 
 from sgl_fp8rl.receiver.kv.scales import read_file
 from sgl_fp8rl.tools import kv_report
-
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-DRAWN_BYTES = 20_000
-"""83 kB was measured; an empty picture of this size has 9 kB."""
 
 
 def a_reply() -> dict[str, Any]:
@@ -102,14 +97,12 @@ def test_an_answer_that_tells_less_is_a_report_with_gaps() -> None:
     assert kv_report.render(reply, lines).splitlines()[3].split()[-3:] == ["2", "-", "-"]
 
 
-def test_an_int8_cache_has_no_scales_of_layers(tmp_path: Path) -> None:
+def test_an_int8_cache_has_no_scales_of_layers() -> None:
     reply = a_reply() | {"scales": None, "scheme": None, "format": "int8"}
     lines = kv_report.lines_of(reply)
     assert {(line.largest_scale, line.headroom) for line in lines} == {(None, None)}
     assert [line.amax for line in lines] == [line.amax for line in kv_report.lines_of(a_reply())]
     assert "INT8" in kv_report.render(reply, lines)
-    pytest.importorskip("matplotlib")
-    kv_report.draw(reply, lines, tmp_path / "kv.png")
 
 
 def test_the_saved_report_is_a_report_again_and_a_file_of_scales(tmp_path: Path) -> None:
@@ -147,24 +140,3 @@ def test_what_is_no_answer_is_a_sentence(content: Any, sentence: str, tmp_path: 
         path.write_text(content if isinstance(content, str) else json.dumps(a_reply() | content))
     with pytest.raises(kv_report.ReportError, match=sentence):
         kv_report.lines_of(kv_report.read(str(path)))
-
-
-def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    kept: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", kept.append)
-    not_seen = not_observed()
-    not_seen["statistics"][0]["amax_v"] = 0.0
-    for reply in (a_reply(), not_seen):
-        kv_report.draw(reply, kv_report.lines_of(reply), tmp_path / "kv.png")
-        content = (tmp_path / "kv.png").read_bytes()
-        assert content.startswith(PNG_SIGNATURE) and len(content) > DRAWN_BYTES
-    ranges, clips, errors = kept[-1].axes
-    drawn = {line.get_label(): list(line.get_ydata()) for line in ranges.lines}
-    assert drawn["largest |K|"] == [56.0, 448.0]
-    assert drawn["448 x K scale"] == [112.0, 224.0]
-    assert math.isnan(drawn["largest |V|"][0]) and drawn["largest |V|"][1] == 14.0
-    clipped = {line.get_label(): list(line.get_ydata()) for line in clips.lines}
-    assert clipped == {"K": [0.0, 0.02], "V": [0.0, 0.0]}
-    assert all(math.isnan(y) for line in errors.lines for y in line.get_ydata())
-    assert "not measured" in errors.get_title()
