@@ -16,7 +16,13 @@ from fastapi import HTTPException
 
 from tests.trainer_bridge.test_http_requests import started, url_of
 from trainer_bridge.engines import http_requests
-from trainer_bridge.engines.engine_client import EngineError, HTTPEngine, InProcessEngine, connect
+from trainer_bridge.engines.engine_client import (
+    EngineError,
+    HTTPEngine,
+    InProcessEngine,
+    connect,
+    side_by_side,
+)
 
 
 class Server:
@@ -276,6 +282,13 @@ def test_an_engine_of_this_process(engine: Engine) -> None:
     assert client.control({"op": "layout"}) == {"echo": {"op": "layout"}}
     replies = client.sample([{"input_ids": [1]}, {"input_ids": [2]}])
     assert replies == [{"output_ids": [1]}, {"output_ids": [2]}]
+
+
+def test_an_engine_of_this_process_waits_for_no_other(engine: Engine) -> None:
+    called = threading.Event()
+    others = [(connect("http://127.0.0.1:1"), lambda: called.wait(10))] * 2
+    here: Any = (connect(engine), called.set)
+    assert side_by_side([*others, here]) == [True, True, None]
 
 
 @pytest.mark.parametrize(

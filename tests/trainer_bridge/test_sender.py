@@ -17,6 +17,7 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
+from trainer_bridge.shards.placed_shards import Shards
 from trainer_bridge.sources.parameters import Named, sources
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
@@ -533,3 +534,21 @@ def test_a_bucket_has_one_slot_where_one_gpu_fills_and_writes_it(
     plan = plan_for(Sender(layout(gpus)), weights(a=(4, 4)), device)
     assert (plan.manifest.slots, plan.manifest.chunk_bytes) == (slots, BUCKET_BYTES // slots)
     assert plan.manifest.bucket_bytes == BUCKET_BYTES
+
+
+def test_shards_that_were_looked_at_in_part_are_none() -> None:
+    """An interrupt in between must not leave the pieces of others with their memory."""
+    way, named = in_place.OfShards(layout((GPU,)), are_codes=False), weights(a=(4, 4), b=(4, 4))
+
+    def interrupted(index: int, view: Any) -> list[str]:
+        raise KeyboardInterrupt
+
+    before, after = (
+        cast(Shards, SimpleNamespace(gpus={GPU}, pieces=lambda *_: ["a"])) for _ in "12"
+    )
+    assert way.choose(named, None, before, ()) == {0, 1}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(after, "pieces", interrupted)
+        way.choose(named, None, after, ())
+    assert way.found == frozenset()
+    assert way.choose(named, None, after, ()) == {0, 1}

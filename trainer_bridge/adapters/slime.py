@@ -106,7 +106,11 @@ class Updater:
     def connect_rollout_engines(
         self, rollout_engines: Sequence[Any], rollout_engine_lock: Any, **_: Any
     ) -> None:
-        """Check that the framework's engines are those of ``--rollout-external-engine-addrs``."""
+        """Check that the framework's engines are those of ``--rollout-external-engine-addrs``.
+
+        Raises:
+            ValueError: there are more or fewer.
+        """
         addresses = self._args.rollout_external_engine_addrs
         if len(rollout_engines) != len(addresses):
             raise ValueError(

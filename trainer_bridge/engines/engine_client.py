@@ -301,13 +301,15 @@ def side_by_side(calls: Sequence[tuple[EngineClient, Callable[[], T]]]) -> list[
         what each returned, in order, or its EngineError.
     """
     with ThreadPoolExecutor(max(len(calls), 1)) as pool:
-        results = [
-            partial(_tried, call)
+        others = [
+            None
             if len(calls) == 1 or isinstance(client, InProcessEngine)
-            else pool.submit(_tried, call).result
+            else pool.submit(_tried, call)
             for client, call in calls
         ]
-        return [result() for result in results]
+        # all others run by now
+        mine = [_tried(call) for other, (_, call) in zip(others, calls, strict=True) if not other]
+        return [other.result() if other else mine.pop(0) for other in others]
 
 
 def _tried(call: Callable[[], T]) -> T | EngineError:

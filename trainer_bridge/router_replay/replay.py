@@ -133,8 +133,9 @@ def replay_routing(
     rows_N = tokens.rows([len(experts_SLK) for experts_SLK in experts])
     tokens = replace(tokens, sequences=len(experts))  # of which a batch may have some
     none_1LK = experts[0].new_zeros(1, *experts[0].shape[1:])
-    pool_RLK = torch.cat([*experts, none_1LK])  # NOWHERE, -1, is its last row
-    with _hooks(routers, tokens, ((rows_N != NOWHERE)[:, None], pool_RLK[rows_N])) as record:
+    # NOWHERE, -1, is the last row; a name would keep the copy of all experts during the block
+    recorded = (rows_N != NOWHERE)[:, None], torch.cat([*experts, none_1LK])[rows_N]
+    with _hooks(routers, tokens, recorded) as record:
         yield record
 
 

@@ -273,7 +273,10 @@ class Transaction:
 
         Raises:
             EngineError: too few are left.
+            UnreachableMemoryError: that is what failed, which all can go around.
         """
+        if isinstance(error, UnreachableMemoryError):
+            raise error
         self.active.remove(member)
         self.failed[member.name] = str(error)
         if len(self.active) < self._required:

@@ -202,8 +202,6 @@ class Engines(Generic[M]):
         for member, ranks in self.open:
             try:
                 replies += ranks.wait(began)
-            except UnreachableMemoryError:
-                raise
             except EngineError as error:
                 self._lose(member, error)
         return replies

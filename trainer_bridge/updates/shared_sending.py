@@ -114,6 +114,7 @@ class Part:
                 self._reached.append(Reached(engine, relay, relay))
         except BaseException:
             self._hang_up()
+            sender.leave(self)
             raise
         filled, content = partial(sender.content, plan), partial(as_sent, self._changes)
         engines = Engines(self._reached, partial(_lose, self._errors))  # self would be a cycle
@@ -145,11 +146,11 @@ class Part:
         """Hang up."""
         self._hang_up()
         self._chunks.close()
+        self._sender.leave(self)
 
     def _hang_up(self) -> None:
         for engine in self._reached:
             engine.relay.close()
-        self._sender.leave(self)
 
     def _try(self, action: Callable[..., object], *args: Any) -> None:
         if self._fault is not None:

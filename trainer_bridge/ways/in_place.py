@@ -79,7 +79,7 @@ class OfShards(InPlace):
         ):
             self.forget()
         elif shards is not self._shards or family != self._family:
-            self._shards, self._family = shards, family
+            self.forget()
             lying: dict[int, Pieces] = {}
             if self._are_codes:
                 lying = pieces_of_codes(shards, named, family, layout)
@@ -91,14 +91,16 @@ class OfShards(InPlace):
                         lying[index] = {name: each for name, each in pieces.items() if each}
             self.found = frozenset(lying)
             self._pieces = {name: each for of in lying.values() for name, each in of.items()}
+            self._shards, self._family = shards, family  # last: they say that the rest is theirs
         return self.found
 
     @property
     def memory(self) -> tuple[Sequence[str], Sequence[Handle]]:
+        assert self._shards is not None
         held = self._shards
-        if self._are_codes and held is not None and held.codes is not None:
+        if self._are_codes:
+            assert held.codes is not None
             _, held = held.codes
-        assert held is not None
         return held.seeds, held.handles
 
     def pieces(self, plan: TransferPlan) -> Pieces:
