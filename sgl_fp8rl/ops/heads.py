@@ -13,7 +13,7 @@ def scale_heads(
     """``x * factor`` in FP32, rounded once, to nearest even.
 
     Args:
-        x: BF16 or FP16 ``[T, C]`` or ``[T, heads, head dim]``, any stride over tokens. The
+        x: BF16 or FP16 ``[T, C]`` or ``[T, heads, head dim]``, any strides. The
             channels of a token are H groups of ``C / H``: the query heads of a KV head.
         factor_H: FP32, any stride, read on the device.
         out: the destination, with x's shape and dtype; may be x. None for a new contiguous tensor.
@@ -24,6 +24,6 @@ def scale_heads(
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     groups = len(factor_H), x.shape[1:].numel() // len(factor_H)
-    x_THC, out_THC = x.view(len(x), *groups), out.view(len(x), *groups)
+    x_THC, out_THC = x.reshape(len(x), *groups), out.view(len(x), *groups)
     torch.mul(x_THC, factor_H.unsqueeze(1), out=out_THC)
     return out

@@ -46,6 +46,13 @@ def check(x: Tensor, factor_H: Tensor) -> Tensor:
     return got
 
 
+def test_heads_that_lie_before_tokens() -> None:
+    """As Gemma 3's queries do in SGLang 0.5.17."""
+    x = torch.randn(8, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got = heads.scale_heads(x.transpose(0, 1), factors(2))
+    assert torch.equal(got, heads.scale_heads(x.transpose(0, 1).contiguous(), factors(2)))
+
+
 @pytest.mark.parametrize("gap", [0, 3, 256])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize(
