@@ -3,7 +3,7 @@
     python -m benchmarks.pretrained.positions runs/smollm2
 
 Six engines continue the same texts; the k3 of what each samples is against transformers in BF16,
-whose head, as the engines', is FP32. Prints a table of docs/pretrained.md.
+whose head, as the engines', is FP32. Prints a table in markdown.
 """
 
 import argparse
@@ -14,10 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.environment import environment
+from benchmarks.learning.study import ALL_BF16
 from benchmarks.pretrained.arms import HEAD, INT8_KV, OURS
 from benchmarks.pretrained.measured import mismatch, running, windows_of
 
-WEIGHTS: dict[str, dict[str, Any]] = {"BF16": {"fp8rl_ignored_layers": ("re:.*",)}, "FP8": {}}
+WEIGHTS: dict[str, dict[str, Any]] = {"BF16": {"fp8rl_ignored_layers": (ALL_BF16,)}, "FP8": {}}
 CACHES: dict[str, dict[str, Any]] = {
     "BF16": {},
     "E4M3": {"kv_cache_dtype": "fp8_e4m3"},

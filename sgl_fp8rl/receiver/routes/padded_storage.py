@@ -28,8 +28,11 @@ def unpadded(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 def placed(route: Route, parameters: Mapping[str, torch.Tensor]) -> list[Route]:
-    """A route that was recorded as if its parameter had no padding, part by part; RouteError if its
-    source is no matrix."""
+    """The routes into padded storage of a route that was recorded without, one for each part.
+
+    Raises:
+        RouteError: the source has fewer than two dimensions.
+    """
     padding = padding_of(parameters[route.parameter])
     if padding is None:
         return [route]

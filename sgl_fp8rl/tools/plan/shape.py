@@ -108,7 +108,7 @@ def of(config: Any) -> Shape:
 
     Raises:
         KeyError: it lacks a size.
-        PlanError: there is no formula for its family.
+        PlanError: plan has no formula for the family.
     """
     if not isinstance(config, dict):
         raise TypeError("it is not a JSON object")
