@@ -64,18 +64,24 @@ ALL_ENGINE = ("--verbose", "-m", "engine and not gpu")
 ON_NEWEST_ALONE = (
     "--deselect=tests/benchmarks/test_learning_engine.py::test_two_arms_with_a_kill_between",
 )
-MEGATRON = ("tests/engine/test_megatron.py", "tests/examples/test_megatron.py")
+MEGATRON = (
+    "tests/engine/test_megatron.py",
+    "tests/examples/test_megatron.py",
+    "tests/integrations/slime/test_engine.py",
+)
 """Beside SGLang 0.5.23 Megatron cannot be imported on a host without NVIDIA's driver."""
-# The oldest version serves and updates a dense model and experts in `make test`; what differs of it
-# otherwise, tests of settings see.
+LAYOUTS_OF_OLDEST = ("qwen3-tp1", "qwen3_moe-tp2")
+# The oldest version serves and updates a dense model and experts in `make test`, and releases
+# memory, for which the newest needs a GPU; what differs of it otherwise, tests of settings see.
 ENGINES_OF_OLDEST = (
     *MEGATRON,
-    *("tests/engine/test_updates.py", "-k", "megatron or qwen3-tp1 or qwen3_moe-tp2"),
+    *("tests/engine/test_server.py", "tests/engine/test_updates.py"),
+    *("-k", " or ".join(("megatron", "slime", "a_release", *LAYOUTS_OF_OLDEST))),
 )
 OF_SETTINGS = (
     *(
         f"tests/sgl_fp8rl/engine/test_{name}.py"
-        for name in ("arguments", "plugin", "settings", "startup")
+        for name in ("arguments", "fusion", "plugin", "settings", "startup")
     ),
     "tests/sgl_fp8rl/test_compat.py",
 )

@@ -117,4 +117,4 @@ def test_what_a_version_leaves_out_is_there() -> None:
         assert f"def {test}(" in (run.ROOT / path).read_text()
     assert all((run.ROOT / path).exists() for path in run.MEGATRON)
     cases = (run.ROOT / "tests/engine/test_updates.py").read_text()
-    assert all(f'id="{layout}"' in cases for layout in run.ENGINES_OF_OLDEST[-1].split(" or ")[1:])
+    assert all(f'id="{layout}"' in cases for layout in run.LAYOUTS_OF_OLDEST)
