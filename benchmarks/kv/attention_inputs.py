@@ -42,6 +42,8 @@ class Load:
     """The last tokens of each sequence, which attend to it up to themselves."""
     v_mean: float = 0.0
     """Of V's channels, in standard deviations. Of SmolLM2-135M's it is 0.22 in the median."""
+    uneven: bool = False
+    """Whether the context is that of the longest sequence, and others have any part of it."""
     softmax: str = "peaked"
     """Or "flat"; or "needle": a token at a tenth of the context has half of the weight."""
 
@@ -54,14 +56,23 @@ class Load:
                 (f"last {self.queries}", self.queries > 1),
                 ("K beyond 448", self.beyond),
                 (f"V mean {self.v_mean:g}", self.v_mean),
+                ("uneven", self.uneven),
                 (self.softmax, self.softmax != "peaked"),
             )
             if is_so
         )
 
+    @property
+    def lengths_B(self) -> torch.Tensor:
+        """Tokens of each sequence, int64, on the host."""
+        if not self.uneven:
+            return torch.full((self.batch,), self.context)
+        order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0))
+        return (order + 1) * self.context // self.batch
+
     def cache_bytes(self, itemsize: int) -> int:
         """K and V of all tokens."""
-        return 2 * self.batch * self.context * HEADS * DIM * itemsize
+        return 2 * int(self.lengths_B.sum()) * HEADS * DIM * itemsize
 
 
 @dataclass(frozen=True)
@@ -118,10 +129,10 @@ def exact(inputs: Inputs) -> torch.Tensor:
     device = inputs.q_BHGD.device
     out_BHGD = torch.empty(inputs.q_BHGD.shape, dtype=torch.float64, device=device)
     context, last = inputs.load.context, inputs.load.queries
-    positions_T = torch.arange(context, device=device)
-    hidden_B11T = (positions_T > positions_T[-last:, None])[:, None, None]
-    for sequence in range(inputs.load.batch):
-        mine = slice(sequence * context, (sequence + 1) * context)
+    for sequence, length in enumerate(inputs.load.lengths_B.tolist()):
+        positions_T = torch.arange(length, device=device)
+        hidden_B11T = (positions_T > positions_T[-last:, None])[:, None, None]
+        mine = slice(sequence * context, sequence * context + length)
         rows = slice(sequence * last, (sequence + 1) * last)
         k_THD, v_THD = inputs.k_SHD[mine].double(), inputs.v_SHD[mine].double()
         scores = torch.einsum("bhgd,thd->bhgt", inputs.q_BHGD[rows].double(), k_THD)

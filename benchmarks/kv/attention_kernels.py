@@ -112,11 +112,12 @@ def fa2(inputs: Inputs, cache_dtype: torch.dtype) -> Any:
     """FlashInfer's decode wrapper, planned for these inputs as SGLang plans it: its ``run``."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-    batch, context = inputs.load.batch, inputs.load.context
+    batch, lengths_B = inputs.load.batch, inputs.load.lengths_B
     device = inputs.k_SHD.device
     # as SGLang has it: a page is one token
-    indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * context
-    indices = slots_of(inputs).int()
+    indptr = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0)).int().to(device)
+    held_BT = torch.arange(inputs.load.context) < lengths_B[:, None]
+    indices = slots_of(inputs).int()[held_BT.flatten().to(device)]
     last_page_len = torch.ones(batch, dtype=torch.int32, device=device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
         torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
@@ -224,10 +225,10 @@ def attend_xqa(inputs: Inputs, layer: Any, *, fp8_mma: bool = True) -> Attend:
 
 def page_tables(inputs: Inputs) -> Any:
     """What ``paged_decode`` reads of SGLang's backend."""
-    context, last = inputs.load.context, inputs.load.queries
+    last = inputs.load.queries
     pages = pages_of(inputs).repeat_interleave(last, 0)  # each query is a sequence of its own
-    lengths = torch.arange(context - last + 1, context + 1, dtype=torch.int32, device=pages.device)
-    lengths = lengths.repeat(inputs.load.batch)
+    lengths = inputs.load.lengths_B[:, None] - last + 1 + torch.arange(last)
+    lengths = lengths.flatten().int().to(pages.device)
     return SimpleNamespace(
         page_size=PAGE,
         forward_metadata=SimpleNamespace(cache_seqlens_int32=lengths),

@@ -27,10 +27,13 @@ TIMED = (
     (16, 30016),
     (4, 131072),
 )
+UNEVEN = ((256, 4096), (128, 5504), (64, 8192), (32, 8192))
+"""As of the running requests of a rollout."""
 MEANS = (0.0, 0.3, 1.0)
 CASES = [
     *(Load(batch, context, v_mean=mean) for batch, context in TIMED for mean in MEANS),
     *(Load(batch, context, v_mean=1.0, softmax="flat") for batch, context in TIMED[-3:]),
+    *(Load(batch, context, uneven=True) for batch, context in UNEVEN),
 ]
 DEVICE = "cuda"
 REPLAYS, CALLS = 10, 8
@@ -61,7 +64,7 @@ def _case(load: Load, copy_tb_s: float) -> Iterator[Measurement]:
     wanted = exact(inputs)
     for arm in _arms(inputs):
         values = off(arm.attend(arm.caches), exact(arm.meant), wanted)
-        if load == Load(load.batch, load.context):
+        if load == Load(load.batch, load.context, uneven=load.uneven):
             values["attention_us"] = measuring.graph_us(calls_over(arm.attend, arm.caches), REPLAYS)
             values["attention_floor_us"] = [load.cache_bytes(1) / copy_tb_s / 1e6]
         yield {"arm": arm.name, "case": load.name, "model": MODEL, "values": values}

@@ -18,6 +18,7 @@ from sgl_fp8rl.ops.paged_prefill import reference
 
 LOAD = inputs_of.Load(2, 128)
 BEYOND, LAST = replace(LOAD, beyond=True), replace(LOAD, queries=5)
+UNEVEN = inputs_of.Load(4, 128, uneven=True)
 BF16_ERROR = 0.01
 """Of attention over unquantized values with BF16 q and out; 0.002 here."""
 FP8_ERROR = 0.15
@@ -54,6 +55,20 @@ def test_exact_is_causal_attention(load: inputs_of.Load) -> None:
     assert set(inputs_of.errors(wanted, wanted)["kv_error"]) == {0.0}
     half = inputs_of.errors(wanted / 2, wanted)
     assert half["kv_error"] == pytest.approx([0.5] * 2 * n) == half["kv_error_max"]
+
+
+def test_uneven_sequences_attend_to_their_own_tokens() -> None:
+    drawn = inputs_of.draw(UNEVEN, "cpu")
+    out, tables = inputs_of.exact(drawn), kernels.page_tables(drawn)
+    lengths = tables.forward_metadata.cache_seqlens_int32.tolist()
+    assert sorted(lengths) == [32, 64, 96, 128] and lengths != sorted(lengths)
+    assert UNEVEN.cache_bytes(1) == 2 * sum(lengths) * 1024
+    for sequence, length in enumerate(lengths):
+        mine = slice(sequence * 128, sequence * 128 + length)
+        q = drawn.q_BHGD[sequence : sequence + 1]
+        alone = replace(drawn, load=inputs_of.Load(1, length), q_BHGD=q)
+        alone = replace(alone, k_SHD=drawn.k_SHD[mine], v_SHD=drawn.v_SHD[mine])
+        assert torch.equal(inputs_of.exact(alone)[0], out[sequence])
 
 
 def a_run(load: inputs_of.Load, slots: torch.Tensor | None = None) -> Any:
