@@ -5,7 +5,7 @@ fitted is predicted: each load from the other ones, a whole rollout, and another
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from statistics import fmean, median
 from typing import Any
@@ -131,21 +131,13 @@ def arms(found: Medians) -> list[str]:
     return list(dict.fromkeys(name for name, _ in found))
 
 
-def long_rollout(times: speed.Speed) -> dict[str, dict[str, float]]:
-    """A rollout of the long tail, to which nothing was fitted."""
-    measured = medians("long_tail")[REFERENCE, f"rollout of {long_tail.REQUESTS}"]
+def long_rollout(measured: Mapping[str, float], times: speed.Speed) -> dict[str, float]:
+    """Seconds of a rollout of the long tail, to which nothing was fitted."""
     lengths = long_tail.output_lengths(long_tail.REQUESTS)
     requests = [schedule.Request(long_tail.PROMPT, each, each) for each in lengths]
     engine = schedule.Engine(int(measured["kv_tokens"]), times.decode_ms, times.prefill_ms, CHUNK)
-    outcome = schedule.simulate(engine, requests)
-    predicted = {
-        "rollout_s": outcome.seconds,
-        "running_requests": outcome.mean_running,
-        "retractions": float(outcome.retractions),
-    }
-    return {
-        name: {"predicted": each, "measured": measured[name]} for name, each in predicted.items()
-    }
+    predicted = schedule.simulate(engine, requests).seconds
+    return {"predicted": predicted, "measured": measured["rollout_s"]}
 
 
 def other_model(times: speed.Speed) -> dict[str, list[float]]:
@@ -174,7 +166,7 @@ def figures() -> dict[str, Any]:
         idle.append((each["kv_tokens_floor"] * token + weights) / FULL["mem_fraction_static"])
         own[name] = (each["kv_tokens_floor"] - each["kv_tokens"]) * token
     left = left_out(found, bytes_ms)
-    scaled = other_model(times[REFERENCE])
+    scaled, whole = other_model(times[REFERENCE]), medians("long_tail")
     return {
         "source": "{device}, SGLang {sglang}, {date}, {commit}".format(**facts),
         "model": "Qwen3-8B",
@@ -187,7 +179,7 @@ def figures() -> dict[str, Any]:
         "arms": {name: each.coefficients for name, each in times.items()},
         "errors": {
             "left out": {metric: _summary(each) for metric, each in left.items()},
-            "rollout": long_rollout(times[REFERENCE]),
+            "rollout": {name: long_rollout(each, times[name]) for (name, _), each in whole.items()},
             "other model": {metric: _summary(each) for metric, each in scaled.items()},
         },
     }

@@ -27,7 +27,7 @@ CACHES: dict[str, dict[str, Any]] = {
 PROMPT = 64
 """Tokens of text that a response continues."""
 POSITIONS = (0, 16, 64, 256)
-"""The first tokens of groups, of ``mismatch_metrics``."""
+"""Where groups of tokens begin, of ``mismatch_metrics``; each ends where the next begins."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prompts = windows_of(AutoTokenizer.from_pretrained(args.checkpoint), PROMPT, args.prompts)
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.bfloat16).to(device)
-    print("| weights, KV cache | tokens |", " | ".join(f"k3 from {p} on" for p in POSITIONS), "|")
+    print("| weights, KV cache | tokens |", " | ".join(f"k3 from {p}" for p in POSITIONS), "|")
     print("|---|---|" + "---|" * len(POSITIONS))
     for weights, layers in WEIGHTS.items():
         for cache, codes in CACHES.items():

@@ -47,11 +47,10 @@ def errors(figures: Mapping[str, Any]) -> str:
         for metric, what in METRICS.items()
         for each in [off[kind][metric]]
     ]
-    for metric, each in off["rollout"].items():
+    for arm, each in off["rollout"].items():
         predicted, measured = each["predicted"], each["measured"]
-        both = f"{predicted:.1f}, measured {measured:.1f}"
-        what = f"long tail, stock-bf16: {metric}"
-        lines.append([what, both, f"{predicted / measured - 1:+.1%}"])
+        both = f"{predicted:.1f} s, measured {measured:.1f}"
+        lines.append([f"long tail, {arm}", both, f"{predicted / measured - 1:+.1%}"])
     return grid(["what was predicted", "", "off by"], lines)
 
 
