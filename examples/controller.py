@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from trainer_bridge.arguments import real, whole
+from sgl_fp8rl.protocol.values import real, whole
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, Threshold
 from trainer_bridge.metrics.alarms import check_alarms
 

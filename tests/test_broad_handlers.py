@@ -6,13 +6,13 @@ from textwrap import indent
 
 import pytest
 
-from tests.test_imports import PACKAGES, ROOT, import_graph
+from tests.test_imports import PACKAGES, ROOT, imported, module_of
 
 EVERYTHING = {"Exception", "BaseException"}
 PERMITTED = {
     "sgl_fp8rl/receiver/rank_server.py:serve": "a trainer's message must not end the server",
     "sgl_fp8rl/receiver/relay/relay.py:Relay._run": "trainer and ranks would wait for its thread",
-    "sgl_fp8rl/protocol/attempt.py:attempt": "other ranks wait for the error and would not hear it",
+    "sgl_fp8rl/protocol/values.py:attempt": "other ranks wait for the error and would not hear it",
     "sgl_fp8rl/verl/plugin.py:register_trainer": "verl goes on without our trainer",
     "sgl_fp8rl/tools/doctor/command.py:run_checks": "a broken installation still gets its report",
 }
@@ -83,8 +83,11 @@ def test_only_these_functions_go_on_after_any_error() -> None:
 
 
 def test_what_an_attempt_fails_with_is_passed_on() -> None:
-    graph = import_graph(ROOT)
-    users = {name for name, others in graph.items() if "sgl_fp8rl.protocol.attempt" in others}
+    attempt, users = "sgl_fp8rl.protocol.values.attempt", set[str]()
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        module = module_of(path.relative_to(ROOT))
+        if attempt in imported(ast.parse(path.read_text()), module):
+            users.add(module)
     assert users == TELLS_THE_OTHERS
 
 

@@ -20,7 +20,6 @@ LAYERS = (
     # what trainer and engine share
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
-    "trainer_bridge.arguments",
     "trainer_bridge.engines trainer_bridge.router_replay trainer_bridge.kv",
     "trainer_bridge.sources",
     "trainer_bridge.ranks",

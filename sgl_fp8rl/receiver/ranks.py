@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.values import attempt
 from sgl_fp8rl.receiver.routes.routes import RouteError, RouteTable
 
 logger = logging.getLogger(__name__)

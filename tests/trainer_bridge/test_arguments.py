@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from sgl_fp8rl.protocol.values import token_ids
 from tests.trainer_bridge.moe_models import tiny
 from tests.trainer_bridge.test_rollout import FakeEngine, Reply, serve
 from trainer_bridge import KVCalibrator, response_logprobs, rollout, worst_tokens
-from trainer_bridge.arguments import token_ids
 from trainer_bridge.chain import ChainError, ChainPublisher, follow
 from trainer_bridge.engines.engine_client import connect
 from trainer_bridge.rollouts.sampling import check_sampling, read_sampling

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
 from sgl_fp8rl.protocol.manifest import TIED_HEAD
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.adapters.updates import on_all_ranks
 from trainer_bridge.engines.engine_client import EngineError, connect
 

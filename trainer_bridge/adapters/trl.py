@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.protocol.attempt import attempt
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge import Rollout, rollout, update
 from trainer_bridge.adapters.rollouts import mismatch_log, whole_rollout, without_tokens
 from trainer_bridge.adapters.updates import next_version

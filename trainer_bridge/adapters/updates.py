@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from sgl_fp8rl.protocol.attempt import attempt
+from sgl_fp8rl.protocol.values import attempt
 
 T = TypeVar("T")
 Pair = tuple[str, torch.Tensor]

@@ -12,10 +12,10 @@ import torch
 from sgl_fp8rl.formats import DTYPES, by_tensor, format_of, split_name
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded
 from sgl_fp8rl.ops.delta import difference
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.chain.index import ChainError, Link, Part, brief, read_index, replace
 
 PART_BYTES = 1 << 30

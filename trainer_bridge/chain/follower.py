@@ -6,11 +6,10 @@ from time import sleep
 from typing import Any
 
 from sgl_fp8rl.ops.delta import apply
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from trainer_bridge.arguments import real
+from sgl_fp8rl.protocol.values import attempt, real
 from trainer_bridge.chain import files
 from trainer_bridge.chain.files import DELTA, Tensors, as_bytes
 from trainer_bridge.chain.index import ChainError, Index, Link, brief, read_index

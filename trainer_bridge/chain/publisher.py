@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge.arguments import as_python
+from sgl_fp8rl.protocol.values import as_python
 from trainer_bridge.chain import files
 from trainer_bridge.chain.files import Tensors, VersionWriter
 from trainer_bridge.chain.index import (

@@ -13,8 +13,7 @@ from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from sgl_fp8rl.protocol.values import excerpt
-from trainer_bridge.arguments import seconds
+from sgl_fp8rl.protocol.values import excerpt, seconds
 from trainer_bridge.engines.http_requests import Answer, Fault, ReplyTooLongError, post_all
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats import FORMATS, QUANTIZED, split_name
 from sgl_fp8rl.formats.weight_format import WeightFormat
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.kv_schema import INT8
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.engines.engine_client import EngineError, check_fields
 from trainer_bridge.fp8.engine_norms import convert_norms
 from trainer_bridge.fp8.fp8_weights import moves_codes

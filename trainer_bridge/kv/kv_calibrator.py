@@ -15,7 +15,7 @@ from torch import nn
 from sgl_fp8rl.ops.kv import power_of_two_above
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, FP8_MAX
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
-from trainer_bridge.arguments import real, whole
+from sgl_fp8rl.protocol.values import real, whole
 from trainer_bridge.kv.attention_hooks import Watch, text_config
 
 # Magnitudes are compared and counted by their FP32 bits: as integers these have the same order,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_bridge.arguments import whole
+from sgl_fp8rl.protocol.values import whole
 from trainer_bridge.metrics.batch_inputs import check_tensors, fault_of
 
 

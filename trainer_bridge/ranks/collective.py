@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.ranks.rank_values import pack, unpack
 from trainer_bridge.sources.parameters import Named
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer_bridge.arguments import real, token_rows
+from sgl_fp8rl.protocol.values import real, token_rows
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()

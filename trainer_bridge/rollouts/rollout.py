@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_bridge.arguments import listed, seconds, token_rows, whole
+from sgl_fp8rl.protocol.values import listed, seconds, token_rows, whole
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.rollouts.replies import ContractError, Sample, lost, read_sample
 from trainer_bridge.rollouts.routed_experts import ExpertLayout

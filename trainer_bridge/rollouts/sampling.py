@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from trainer_bridge.arguments import as_python, flag, is_listed, real, shown, token_ids, whole
+from sgl_fp8rl.protocol.values import as_python, flag, is_listed, real, shown, token_ids, whole
 
 GREEDY_BELOW = 1e-6  # SGLang samples greedily below this temperature, from unscaled logits
 LARGEST_SEED = 1 << 62

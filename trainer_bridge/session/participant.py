@@ -9,8 +9,7 @@ from typing import Any
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import FINISH
-from sgl_fp8rl.protocol.values import excerpt
-from trainer_bridge.arguments import as_python
+from sgl_fp8rl.protocol.values import as_python, excerpt
 from trainer_bridge.engines.engine_client import CONTROL_TIMEOUT_S, EngineError
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transport.rank_client import (

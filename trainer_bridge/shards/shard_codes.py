@@ -15,8 +15,8 @@ import torch
 
 from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.formats.weight_format import NOT_FINITE
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, DeviceMemory
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.shards.code_pieces import codes_wanted, range_of_scales, scales_of
 from trainer_bridge.shards.codes_memory import SUFFIX, CodesMemory

@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from sgl_fp8rl.formats import suffixes_of
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError, twice
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.adapters import has_adapters, merged
 from trainer_bridge.sources.hf_names import named_modules, unwrapped

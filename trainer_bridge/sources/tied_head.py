@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import TIED_HEAD, ManifestError, wrong_shape
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.sources.parameters import Named
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import Leader
 from trainer_bridge.ranks.rank_values import exchanged

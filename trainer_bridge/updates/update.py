@@ -14,7 +14,7 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import ABORT
-from trainer_bridge.arguments import as_python
+from sgl_fp8rl.protocol.values import as_python
 from trainer_bridge.ranks.collective import Leader, ranks_of
 from trainer_bridge.ranks.rank_values import exchanged
 from trainer_bridge.session.kept import KEPT

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.engines.engine_client import EngineClient, EngineError
 from trainer_bridge.ranks.collective import Leader, check_ranks
 from trainer_bridge.session.kept import KEPT
