@@ -1,4 +1,4 @@
-"""The formats that an engine keeps weights in, one file each.
+"""The formats that an engine keeps weights in, a file for each kind.
 
 To add one that updates carry: its file, whose codes have a dtype of their own, a line in
 ``FORMATS``, its kind of copy in ``ops/weight_quant_triton.py``, and the layer that computes with it
@@ -14,8 +14,7 @@ import torch
 
 from sgl_fp8rl.formats.block_fp8 import BlockFP8, BlockFP8UE8M0
 from sgl_fp8rl.formats.channel import ChannelFP8, Int8
-from sgl_fp8rl.formats.unquantized import Unquantized
-from sgl_fp8rl.formats.weight_format import WeightFormat
+from sgl_fp8rl.formats.weight_format import Unquantized, WeightFormat
 
 BLOCK_FP8 = BlockFP8()
 BLOCK_FP8_UE8M0 = BlockFP8UE8M0()

@@ -1,4 +1,5 @@
-"""What a weight format is: how an engine stores a weight, and what travels with an update."""
+"""What a weight format is: how an engine stores a weight, and what travels with an update; and that
+of weights that stay as they are."""
 
 import math
 from abc import ABC, abstractmethod
@@ -174,3 +175,31 @@ class WeightFormat(ABC):
         Raises:
             ValueError: a value that none of ``encode``'s results has.
         """
+
+
+class Unquantized(WeightFormat):
+    """A layer that stays in the model's dtype, and every tensor that is not a layer's weight."""
+
+    name = "bf16"
+    dtypes = WEIGHT_DTYPES
+    headers = ("BF16", "F16", "F32")
+
+    def companions(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        return {}
+
+    def companion_region(self, suffix: str, region: Region) -> Region:
+        raise ValueError(f"an unquantized weight has no companion {suffix}")
+
+    def refusal(self, rows: Sequence[int], cols: int) -> str | None:
+        return None
+
+    def encode(self, weight: torch.Tensor) -> Encoded:
+        self.check_values("", weight)
+        return {"": weight}
+
+    def decode(self, encoded: Encoded) -> torch.Tensor:
+        return encoded[""].float()
+
+    def check_values(self, suffix: str, values: torch.Tensor) -> None:
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(NOT_FINITE)
