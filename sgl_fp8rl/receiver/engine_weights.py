@@ -19,9 +19,8 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.receiver.kv import incoming_scales
 from sgl_fp8rl.receiver.kv.quantized import QuantizedKV
 from sgl_fp8rl.receiver.kv.scales import KVScales
-from sgl_fp8rl.receiver.routes.derived_tensors import DerivedTensors
 from sgl_fp8rl.receiver.routes.route_tracer import record_routes
-from sgl_fp8rl.receiver.routes.routes import RouteError, RouteTable, shapes_of
+from sgl_fp8rl.receiver.routes.routes import DerivedTensors, RouteError, RouteTable, shapes_of
 from sgl_fp8rl.receiver.session import Session, SessionError
 from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory
 from sgl_fp8rl.receiver.writers.weight_writer import WeightWriter

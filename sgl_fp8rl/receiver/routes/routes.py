@@ -2,6 +2,7 @@
 
 SGLang's ``model.load_weights`` knows every architecture. It runs once with probes in the place of
 tensors (``route_tracer.py``); each copy that it makes becomes a route, replayed at every update.
+No route leads to constants and derived tensors: these are made again behind the copies.
 """
 
 from collections import defaultdict
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from sgl_fp8rl.formats import (
     ENGINE_ONLY,
@@ -37,6 +39,7 @@ class RouteError(RuntimeError):
 _LEAVE = "leave its layer BF16 with --fp8rl-ignored-layers, or all such with --fp8rl-ragged bf16"
 FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 """How transformers ends the names of parameters that hold the experts of a layer."""
+DERIVED = ("w_kc", "w_vc")
 Constant = tuple[str, Region, float]
 """A box of a parameter that no update brings, and the value that it holds."""
 
@@ -240,3 +243,27 @@ class RouteTable:
 def shapes_of(manifest: Manifest, kv_scales: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
     """Shape by name of everything but scales."""
     return {name: spec.shape for name, spec in manifest.weights() if name not in kv_scales}
+
+
+class DerivedTensors:
+    """What MLA keeps of ``kv_b_proj`` beside it, to attend to latents: ``w_kc`` and ``w_vc``; none
+    where a model has no MLA.
+
+    They are not parameters. SGLang makes them when a checkpoint is loaded; here its own method
+    writes them again after each update, in place. ``kv_b_proj`` is BF16, and they are its rows.
+    They are allocated at once, so that they never move: CUDA graphs read them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layers = {n: m for n, m in model.named_modules() if hasattr(m, DERIVED[0])}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Make them from the weights as they are now."""
+        if self._layers:
+            self._model.post_load_weights()  # type: ignore[operator]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name: ``w_kc`` [heads, qk_nope, kv_lora] and ``w_vc`` [heads, kv_lora, v]."""
+        return {f"{n}.{x}": getattr(m, x) for n, m in self._layers.items() for x in DERIVED}
