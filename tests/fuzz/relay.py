@@ -10,7 +10,7 @@ from threading import Condition, Lock
 from typing import Any
 
 from sgl_fp8rl.protocol.framing import FramingError
-from sgl_fp8rl.protocol.host_memory import HostMemory
+from sgl_fp8rl.protocol.place import HostMemory
 from sgl_fp8rl.receiver import rank_server
 from sgl_fp8rl.receiver.relay.changes import SessionChanges
 from sgl_fp8rl.receiver.relay.door import Door

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
-from sgl_fp8rl.protocol.host_memory import HostMemory
+from sgl_fp8rl.protocol.place import HostMemory
 from sgl_fp8rl.receiver import engine_weights
 from sgl_fp8rl.receiver.writers import shared_memory, triton_writer
 from sgl_fp8rl.receiver.writers.triton_writer import TritonWriter

@@ -13,9 +13,8 @@ from hypothesis import given
 from torch.distributed.tensor import DTensor, Replicate
 
 from sgl_fp8rl.protocol.cuda_memory import Handle
-from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.place import here
+from sgl_fp8rl.protocol.place import HostMemory, here
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.session import Session

@@ -21,7 +21,7 @@ from trainer_bridge.session.kept import KEPT
 from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.updates.update import update
-from trainer_bridge.ways.chunks import Chunks, Lookahead
+from trainer_bridge.ways.carriers import Chunks, Lookahead
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,7 +15,7 @@ from trainer_bridge.sources.tied_head import StreamedHead
 from trainer_bridge.transfer.packer import QuantizePacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan, is_aligned
 from trainer_bridge.transport.rank_client import Engines
-from trainer_bridge.ways.chunks import Chunks
+from trainer_bridge.ways.carriers import Chunks
 from trainer_bridge.ways.sender import Sender
 
 

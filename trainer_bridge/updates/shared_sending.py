@@ -27,7 +27,7 @@ from trainer_bridge.sources.parameters import Named, mesh_size
 from trainer_bridge.transfer.layout import gpu_of
 from trainer_bridge.transport.rank_client import EngineRanks, Engines
 from trainer_bridge.transport.relay_client import RelayClient
-from trainer_bridge.ways.chunks import Chunks
+from trainer_bridge.ways.carriers import Chunks
 from trainer_bridge.ways.far import as_sent
 from trainer_bridge.ways.sender import Sender
 

@@ -8,7 +8,8 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +19,7 @@ from sgl_fp8rl.protocol.image import Change, Image, Steps
 from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.transport.rank_client import Content, EngineRanks
-from trainer_bridge.ways.carriers import Base, Carrier, Holder
+from trainer_bridge.ways.carriers import Carrier
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,26 @@ LEAST_CHUNK_BYTES = 32 << 20
 """Smaller chunks are more round trips than work."""
 BASES = 2
 """Bases of a rank that does not lead; each is its part of a model."""
+
+
+@dataclass
+class Base:
+    """The last update that an engine on another host committed. It outlasts a failure: the engine
+    says what it holds."""
+
+    fingerprint: str
+    """Of its manifest."""
+    image: Image
+    has_failed: bool = False
+    """Whether the last update of an engine that holds it failed: after a second one the next is
+    whole."""
+
+
+class Holder(Protocol):
+    """What is kept of one engine."""
+
+    base: Base | None
+    """What it is sent changes of."""
 
 
 class Changes:

@@ -2,8 +2,8 @@
 
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.nixl_memory import Exposed
+from sgl_fp8rl.protocol.place import HostMemory
 
 
 class RelayMemory:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol import framing
-from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.manifest import SLOTS
+from sgl_fp8rl.protocol.place import HostMemory
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver import rank_server
 from sgl_fp8rl.receiver.relay.changes import SessionChanges
