@@ -17,7 +17,7 @@ PERMITTED = {
     "sgl_fp8rl/tools/doctor/command.py:run_checks": "a broken installation still gets its report",
 }
 TELLS_THE_OTHERS = {
-    "sgl_fp8rl.receiver.ranks",
+    "sgl_fp8rl.receiver.update_steps",
     "trainer_bridge.adapters.contract",
     "trainer_bridge.adapters.trl",
     "trainer_bridge.adapters.updates",

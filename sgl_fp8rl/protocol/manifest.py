@@ -12,6 +12,7 @@ import torch
 
 from sgl_fp8rl.formats import BLOCKS, DTYPES, SUFFIXES, format_of, split_name
 from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
+from sgl_fp8rl.protocol.policy import RUN_LENGTH, Policy
 from sgl_fp8rl.protocol.states import IN_FLIGHT
 from sgl_fp8rl.protocol.values import excerpt
 
@@ -189,6 +190,20 @@ def describe(
             raise ManifestError(f"{name} has shape {tuple(tensor.shape)}; send no empty tensors")
         tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
     return Manifest(tensors, chunk_bytes, frozenset(mapped), streamed, slots, codes)
+
+
+def check_policy(run: Any, version: Any) -> Policy:
+    """The policy that an update will make; ManifestError if these are none."""
+    # replies carry it as a 64-bit integer
+    if type(version) is not int or not 0 <= version < 2**63:
+        raise ManifestError(
+            f"version is {excerpt(version)}; give a whole number from 0 up, below 2**63"
+        )
+    if type(run) is not str or not 0 < len(run) <= RUN_LENGTH or not run.isprintable():
+        raise ManifestError(
+            f"run is {excerpt(run)}; give a name of 1 to {RUN_LENGTH} printable characters"
+        )
+    return Policy(run, version)
 
 
 def check_in_flight(choice: Any) -> str:

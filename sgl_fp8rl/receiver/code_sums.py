@@ -15,8 +15,8 @@ from sgl_fp8rl.ops.regions import Region, view
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
-from sgl_fp8rl.receiver.ranks import Gather, gather_results
 from sgl_fp8rl.receiver.routes.routes import RouteTable
+from sgl_fp8rl.receiver.update_steps import Gather, gather_results
 
 Boxes = dict[str, dict[Region, list[int]]]
 """By HF tensor and box of it: the sums of what a rank holds there."""

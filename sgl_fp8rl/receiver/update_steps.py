@@ -1,15 +1,17 @@
 """An update on one rank, from ``begin`` to commit or quarantine, as the ranks decide together."""
 
+import logging
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, wrong_names
-from sgl_fp8rl.protocol.policy import Policy, check_policy
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, check_policy, wrong_names
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import RETRACT
-from sgl_fp8rl.protocol.values import excerpt
+from sgl_fp8rl.protocol.values import attempt, excerpt
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.host import EngineHost
 from sgl_fp8rl.receiver.kv.incoming_scales import names_in
@@ -22,13 +24,18 @@ from sgl_fp8rl.receiver.rank_server import (
     reply,
     serve,
 )
-from sgl_fp8rl.receiver.ranks import Gather, attempted
+from sgl_fp8rl.receiver.routes.routes import RouteError, RouteTable
+
+logger = logging.getLogger(__name__)
 
 PAUSED = (
     "generation is paused, so requests in flight cannot end; continue_generation first, or "
     "update with in_flight='retract'"
 )
 Reply = dict[str, Any]
+T = TypeVar("T")
+Gather = Callable[[Any], list[Any]]
+"""Takes this rank's value and returns those of all, in rank order; every rank calls it."""
 
 
 def run(host: EngineHost, weights: EngineWeights, message: dict[str, Any]) -> Reply:
@@ -110,11 +117,11 @@ def _prepare(
         _check_kv_scales(weights, manifest)
         return manifest
 
-    manifest, error = attempted(read, f"an update to {policy}")
+    manifest, error = attempted(read, policy)
     if isinstance(manifest, str):
         return manifest
     if manifest is not None:
-        _, error = attempted(partial(weights.accept, manifest), f"an update to {policy}")
+        _, error = attempted(partial(weights.accept, manifest), policy)
     errors = [e for e in host.gather(error) if e is not None]
     if not errors and manifest is not None:
         errors = _unrouted(host, weights, manifest.streamed)
@@ -237,3 +244,45 @@ def _undone(host: EngineHost, weights: EngineWeights, outcomes: list[Outcome]) -
     assert weights.session is not None
     _, error = attempted(weights.session.undo, "undoing an update")
     return all(each is None for each in host.gather(error))
+
+
+def attempted(action: Callable[[], T], what: object) -> tuple[T | None, str | None]:
+    """The result of an action on this rank, or the error that the other ranks are given.
+
+    Args:
+        what: the action, or what it is for, in the log, where the error is not a refusal.
+    """
+    result, fault = attempt(action)
+    if fault is None:
+        return result, None
+    if not isinstance(fault, ManifestError | RouteError):
+        logger.error("%s failed on this rank", what, exc_info=fault)
+    return None, str(fault) or type(fault).__name__
+
+
+def gather_results(action: Callable[[], T], what: str, gather: Gather) -> list[T]:
+    """What ``action`` returns on every rank, in rank order.
+
+    Raises:
+        ManifestError: on all ranks, where it failed on one: none waits for what does not come.
+    """
+    ranks = gather(attempted(action, what))
+    for _, error in ranks:
+        if error is not None:
+            raise ManifestError(error)
+    return [result for result, _ in ranks]
+
+
+def sources(table: RouteTable | None, gather: Gather) -> dict[str, Any]:
+    """How the ranks keep HF tensors, merged: with expert parallelism each has other experts."""
+    ranks = [names for names in gather(table.names if table else None) if names is not None]
+    if not ranks:
+        return {"fp32": None, "formats": {}}
+    formats: dict[str, set[str]] = {}
+    for rank in ranks:
+        for name, tensors in rank["formats"].items():
+            formats.setdefault(name, set()).update(tensors)
+    return {
+        "fp32": sorted({name for rank in ranks for name in rank["fp32"]}),
+        "formats": {name: sorted(tensors) for name, tensors in formats.items()},
+    }

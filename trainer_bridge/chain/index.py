@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sgl_fp8rl.protocol.policy import Policy, check_policy
+from sgl_fp8rl.protocol.manifest import check_policy
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import attempt, excerpt
 from trainer_bridge.ranks.rank_values import exchanged
 

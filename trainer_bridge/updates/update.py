@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
-from sgl_fp8rl.protocol.policy import Policy, check_policy
+from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight, check_policy
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import ABORT
 from sgl_fp8rl.protocol.values import as_python
 from trainer_bridge.ranks.collective import Leader, ranks_of

@@ -22,9 +22,9 @@ from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver.checkpoint_files import CheckpointWriter
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.host import EngineHost
-from sgl_fp8rl.receiver.ranks import Gather, attempted, gather_results, sources
 from sgl_fp8rl.receiver.routes.route_tracer import record_routes
 from sgl_fp8rl.receiver.routes.routes import RouteTable, shapes_of
+from sgl_fp8rl.receiver.update_steps import Gather, attempted, gather_results, sources
 
 Parts = dict[str, list[tuple[Region, torch.dtype, torch.Tensor]]]
 """What a rank holds of one HF tensor: by suffix, boxes of the tensor, their dtype and their bytes.

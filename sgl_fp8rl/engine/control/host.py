@@ -12,7 +12,7 @@ from sgl_fp8rl.engine.control.embedding_cache import forget_embeddings
 from sgl_fp8rl.engine.control.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import FINISH
-from sgl_fp8rl.receiver.ranks import gather
+from sgl_fp8rl.receiver.host import gather
 
 NO_RETRACTION = (
     "in_flight='retract' cannot reset the KV cache of an engine with --enable-hierarchical-cache, "

@@ -28,7 +28,7 @@ from sgl_fp8rl.receiver import code_sums, update_steps
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.kv import kv_stats, quant_error
 from sgl_fp8rl.receiver.kv.scales import KVScales
-from sgl_fp8rl.receiver.ranks import Gather, attempted, gather_results, sources
+from sgl_fp8rl.receiver.update_steps import Gather, attempted, gather_results, sources
 
 RPC_METHOD = "fp8rl"
 READS_MEMORY = ("code_sums", "digest", "export", "kv", "kv_observe", "kv_recalibrate")

@@ -24,7 +24,7 @@ from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.receiver.checkpoint_files import read_tensors
 from sgl_fp8rl.receiver.checkpoint_source import write_all
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
-from sgl_fp8rl.receiver.ranks import gather
+from sgl_fp8rl.receiver.host import gather
 from sgl_fp8rl.receiver.routes.route_tracer import record_routes
 from sgl_fp8rl.receiver.routes.routes import shapes_of
 from sgl_fp8rl.receiver.update_steps import skipped_by_all

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.protocol.policy import RUN_LENGTH, Policy, check_policy
+from sgl_fp8rl.protocol.manifest import ManifestError, check_policy
+from sgl_fp8rl.protocol.policy import RUN_LENGTH, Policy
 
 
 def nested(depth: int) -> Any:

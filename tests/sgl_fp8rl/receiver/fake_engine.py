@@ -30,6 +30,7 @@ class FakeEngine:
         self.ranks, self.bucket_bytes = ranks, bucket_bytes
         self.silence_s = 30.0
         """Of the engine's options."""
+        self._set_options()
         self.place = here()
         self.visible_gpus: list[str] = []
         self.memories = RelayMemory(bucket_bytes, image_bytes)
@@ -97,6 +98,11 @@ class FakeEngine:
             assert not thread.is_alive(), "the session does not end"
         assert not self.faults, f"the update let {self.faults[0]!r} through"
 
+    def _set_options(self) -> None:
+        for weights in self.ranks:
+            if weights.options.session_timeout_s != self.silence_s:
+                weights.options = replace(weights.options, session_timeout_s=self.silence_s)
+
     def sampled(self) -> list[int]:
         """The policy versions of a reply's tokens, which a request would get now.
 
@@ -125,8 +131,7 @@ class FakeEngine:
             if rank == 0:
                 told.put(reply)
 
-        for weights in self.ranks:
-            weights.options = replace(weights.options, session_timeout_s=self.silence_s)
+        self._set_options()
         threads = [
             threading.Thread(target=run, args=each, daemon=True) for each in enumerate(self.ranks)
         ]

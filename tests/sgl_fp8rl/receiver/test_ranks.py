@@ -19,7 +19,7 @@ def values(longest: int) -> list[Any]:
 
 
 def exchange(rank: int, folder: Path) -> None:
-    from sgl_fp8rl.receiver.ranks import ROOM, gather
+    from sgl_fp8rl.receiver.host import ROOM, gather
 
     collectives = 0
     original = dist.all_gather
@@ -45,7 +45,7 @@ def test_values_of_any_length_arrive_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sgl_fp8rl.receiver.ranks import gather
+    from sgl_fp8rl.receiver.host import gather
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     monkeypatch.delattr(dist, "all_gather")
