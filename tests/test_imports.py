@@ -218,9 +218,6 @@ for missing in {missing}:
         try:
             sys.modules.update(dict.fromkeys(missing))
             import {modules}
-            from sgl_fp8rl.tools.doctor.installation import check_frameworks
-            found = {{check.status for check in check_frameworks()}}
-            assert 'fail' not in found, found
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -231,18 +228,14 @@ for missing in {missing}:
 
 
 def test_nothing_needs_a_framework() -> None:
-    """As where each is not installed, and where none is; doctor does not fail where one is there
-    and cannot be imported."""
+    """As where each is not installed, and where none is."""
     missing = [sorted(FRAMEWORKS), *([name] for name in sorted(FRAMEWORKS))]
     loaded_by(WITHOUT.format(missing=missing, modules=", ".join(without_frameworks())))
 
 
 def test_what_needs_a_framework_is_found() -> None:
     """The control of the test above."""
-    code = WITHOUT.format(
-        missing=[["trl"]],
-        modules="sgl_fp8rl.tools.doctor.installation, trainer_bridge.adapters.trl",
-    )
+    code = WITHOUT.format(missing=[["trl"]], modules="trainer_bridge.adapters.trl")
     with pytest.raises(AssertionError, match=r"adapters\.trl cannot import TRL"):
         loaded_by(code)
 

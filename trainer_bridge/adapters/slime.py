@@ -56,6 +56,8 @@ def init(args: Namespace) -> None:
         )
     _check(args)
     actor: Any = import_module(f"{loaded[0]}.{ACTOR}")
+    if not hasattr(actor, "UpdateWeightFromDistributed"):
+        raise RuntimeError(f"{actor.__name__} moves weights in another way; see docs/frameworks.md")
     actor.UpdateWeightFromDistributed = partial(Updater, loaded[0])
 
 

@@ -1,6 +1,7 @@
-"""One finding of ``doctor``."""
+"""One finding of ``doctor``, and what is installed."""
 
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Literal
 
 Status = Literal["ok", "warn", "fail", "skip"]
@@ -18,3 +19,11 @@ class Check:
     """One sentence: the finding and, unless it is ok, what to do."""
     detail: str = ""
     """More lines, such as a traceback; only ``--json`` prints them all."""
+
+
+def installed(distribution: str) -> str | None:
+    """Its version, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from sgl_fp8rl.tables import align
-from sgl_fp8rl.tools.doctor import seams
+from sgl_fp8rl.tools.doctor import check
 from sgl_fp8rl.tools.doctor.check import Check
 from sgl_fp8rl.tools.doctor.device import check_device, check_kv_cache, check_numerics
 from sgl_fp8rl.tools.doctor.installation import (
     check_entry_points,
     check_environment,
-    check_frameworks,
     check_registration,
     check_sglang_symbols,
     check_sglang_updates,
@@ -30,7 +29,6 @@ PROBES: dict[str, Callable[[], Iterator[Check]]] = {
     "device": check_device,
     "FP8 KV cache": check_kv_cache,
     "packages": check_shadowing,
-    "frameworks": check_frameworks,
     "environment": check_environment,
     "numerics": check_numerics,
 }
@@ -51,7 +49,7 @@ def run_checks() -> list[Check]:
     """All findings; a check that raises is itself a failure, with its traceback as detail."""
     found: list[Check] = []
     for name, probe in PROBES.items():
-        if name in NEED_SGLANG and seams.installed("sglang") is None:
+        if name in NEED_SGLANG and check.installed("sglang") is None:
             found.append(Check(name, "skip", "sglang is not installed"))
             continue
         try:

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from itertools import product
 
-from sgl_fp8rl.tools.doctor import seams
+from sgl_fp8rl.tools.doctor import check
 from sgl_fp8rl.tools.doctor.check import Check
 
 
@@ -37,7 +37,7 @@ def check_device() -> Iterator[Check]:
 
 
 def _cpu_platform() -> Check:
-    if seams.installed("sglang") is None:
+    if check.installed("sglang") is None:
         return Check("device", "ok", "no CUDA GPU: FP8 arithmetic by the torch reference")
     importlib.import_module("sglang")
     ours = importlib.import_module("sgl_fp8rl.engine.cpu.cpu_platform")

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.tools.doctor import seams
+from sgl_fp8rl.tools.doctor import check
 from sgl_fp8rl.tools.doctor.check import Check, Status
 
 ENTRY_POINTS = {
@@ -29,12 +29,12 @@ GENERIC_NAMES = ("server_args", "trainer_bridge")
 def check_versions() -> Iterator[Check]:
     yield Check("python", "ok", f"{platform.python_version()} on {platform.machine()}")
     for package in ("sgl-fp8rl", "torch", "transformers"):
-        version = seams.installed(package)
+        version = check.installed(package)
         status: Status = "ok" if version else "fail" if package != "transformers" else "warn"
         yield Check(package, status, version or "not installed")
-    yield _sglang_version(seams.installed("sglang"))
+    yield _sglang_version(check.installed("sglang"))
     for package in ("flashinfer-python", "sglang-kernel"):
-        version = seams.installed(package)
+        version = check.installed(package)
         yield Check(package, "ok" if version else "skip", version or "not installed; GPU only")
 
 
@@ -49,45 +49,12 @@ def _sglang_version(version: str | None) -> Check:
     return Check("sglang", "warn", f"{version} is untested; {remedy}")
 
 
-def check_frameworks() -> Iterator[Check]:
-    """Training frameworks that are installed. What is wrong with one is not our fault: a warning
-    of what its adapter needs."""
-    for name, framework in seams.FRAMEWORKS.items():
-        version = seams.installed(name)
-        if version is None:
-            continue
-        yield _framework(name, version, framework)
-        if clashes := ", ".join(seams.pin_clashes(name)):
-            problem = (
-                f"asks for {clashes}; keep sglang, torch and transformers by "
-                f"{seams.install_command(name)}, and change the others (docs/frameworks.md)"
-            )
-            yield Check(f"{name} pins", "warn", problem)
-    for name in seams.NO_ADAPTER:
-        if version := seams.installed(name):
-            remedy = "no adapter; docs/frameworks.md says why, under Without an adapter"
-            yield Check(name, "skip", f"{version}: {remedy}")
-
-
-def _framework(name: str, version: str, framework: seams.Framework) -> Check:
-    remedy = f"install {framework.version}: {seams.install_command(name)}"
-    if missing := seams.missing_symbols(framework.symbols):
-        return Check(name, "warn", f"{version} lacks {', '.join(missing)}; {remedy}")
-    if absent := [need for need in framework.needs if seams.installed(need) is None]:
-        remedy = f"{', '.join(absent)} not installed; install what it needs (docs/frameworks.md)"
-        return Check(name, "warn", f"{version}: {remedy}")
-    if version != framework.version:
-        return Check(name, "warn", f"{version} has the symbols, but is untested; {remedy}")
-    count = len(framework.symbols)
-    return Check(name, "ok", f"{version}: {count} of {count} symbols found")
-
-
 def check_entry_points() -> Iterator[Check]:
     """Whether SGLang and verl find ours; that of verl is not loaded, which would import verl."""
     importlib.import_module("sglang")  # as in an engine, where SGLang loads us
     for group, (name, target) in ENTRY_POINTS.items():
         owner = group.partition(".")[0]
-        if seams.installed(owner) is not None:
+        if check.installed(owner) is not None:
             yield _entry_point(f"entry point {name} of {owner}", owner, group, name, target)
 
 

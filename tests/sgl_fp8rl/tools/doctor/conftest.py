@@ -5,10 +5,10 @@ import types
 
 import pytest
 
-from sgl_fp8rl.tools.doctor import seams
+from sgl_fp8rl.tools.doctor import check
 
 
 @pytest.fixture
 def sglang_stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", types.ModuleType("sglang"))
-    monkeypatch.setattr(seams, "installed", lambda package: "0.5.17")
+    monkeypatch.setattr(check, "installed", lambda package: "0.5.17")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_fp8rl.tools.doctor import command, seams
+from sgl_fp8rl.tools.doctor import check, command
 from sgl_fp8rl.tools.doctor.check import Check
 
 OK = Check("a", "ok", "well")
@@ -58,7 +58,7 @@ def test_a_check_that_raises_is_a_failure_and_the_others_still_run(
 
 
 def test_without_sglang_the_engine_checks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "installed", {"torch": "2.11.0"}.get)
+    monkeypatch.setattr(check, "installed", {"torch": "2.11.0"}.get)
     needing = {name: command.PROBES[name] for name in command.NEED_SGLANG}
     monkeypatch.setattr(command, "PROBES", needing)
     assert [(check.name, check.status) for check in command.run_checks()] == [

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import trainer_bridge
-from sgl_fp8rl.tools.doctor import installation, seams
+from sgl_fp8rl.tools.doctor import check as checks
+from sgl_fp8rl.tools.doctor import installation
 from sgl_fp8rl.tools.doctor.check import Check
 
 
@@ -23,7 +24,7 @@ def only(checks: Iterator[Check]) -> Check:
 
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"sgl-fp8rl": "0.1.0", "torch": "2.11.0", "sglang": "0.5.17"}
-    monkeypatch.setattr(seams, "installed", installed.get)
+    monkeypatch.setattr(checks, "installed", installed.get)
 
     def status() -> dict[str, str]:
         return {check.name: check.status for check in installation.check_versions()}
@@ -118,7 +119,7 @@ def test_entry_points(
     check = only(installation.check_entry_points())
     assert check.status == ("ok" if expected == "ok" else "fail")
     assert expected == "ok" or expected in check.message
-    monkeypatch.setattr(seams, "installed", {}.get)  # neither SGLang nor verl
+    monkeypatch.setattr(checks, "installed", {}.get)  # neither SGLang nor verl
     assert list(installation.check_entry_points()) == []
 
 
