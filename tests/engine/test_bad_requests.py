@@ -154,13 +154,11 @@ def test_grammars_by_sglangs_own_kit(server: Server, kit: type) -> None:
 
 
 def test_what_a_start_says(engine: EngineProcess, server: Server) -> None:
-    """One line of ours, and none of SGLang's that is untrue."""
+    """One line of ours."""
     for log, kv in (
         (engine.log, "its scales kept while they suit"),
         (server.log, "not quantized"),
     ):
         lines = log.read_text(errors="replace").splitlines()
-        untrue = ("fully optimized", "scaling factors", "Detected fp8 checkpoint")
-        assert not [line for line in lines if any(part in line for part in untrue)]
         (said,) = [line for line in lines if "kernels:" in line]
         assert "layers are block-fp8" in said and kv in said

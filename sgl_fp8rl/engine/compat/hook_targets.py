@@ -19,7 +19,6 @@ _BY_OWNER = {
     "srt.model_executor.model_runner.ModelRunner": (
         "forward init_attention_backends maybe_precompile_model_kernels_after_loading sample"
     ),
-    "srt.model_executor.model_runner_components.load_model_utils": "load_kv_cache_scales",
     "srt.model_executor.pool_configurator.DefaultPoolConfigurator": "_compute_cell_size",
     _KV: "_profile_available_bytes configure",
     "srt.layers.sampler.Sampler": "forward",

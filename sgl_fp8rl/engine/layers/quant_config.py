@@ -14,7 +14,6 @@ from torch import nn
 from server_args import matches
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.compat.log_filter import without_line
 from sgl_fp8rl.engine.layers import linear, moe
 from sgl_fp8rl.engine.layers.quant_name import overrides
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
@@ -52,13 +51,12 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
     channel format."""
 
     def __init__(self, ignored_layers: list[str] | None = None, **_: Any) -> None:
-        with without_line(super().__init__, "Detected fp8 checkpoint"):
-            super().__init__(
-                is_checkpoint_fp8_serialized=True,
-                activation_scheme="dynamic",
-                ignored_layers=ignored_layers,
-                weight_block_size=list(BLOCK_FP8.block),
-            )
+        super().__init__(
+            is_checkpoint_fp8_serialized=True,
+            activation_scheme="dynamic",
+            ignored_layers=ignored_layers,
+            weight_block_size=list(BLOCK_FP8.block),
+        )
         options = current_options()
         self.patterns = (*options.ignored_layers, *self.ignored_layers)
         self.ragged = options.ragged

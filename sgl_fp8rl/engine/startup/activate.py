@@ -28,7 +28,7 @@ from sgl_fp8rl.engine.layers import (
     routed_experts,
     sampler,
 )
-from sgl_fp8rl.engine.startup import kv_setup, loader, start_log
+from sgl_fp8rl.engine.startup import kv_setup, loader
 from sgl_fp8rl.engine.startup import linear_kernels as startup
 from sgl_fp8rl.engine.startup.arguments import check_server_args
 from sgl_fp8rl.options import current_options
@@ -59,7 +59,6 @@ def activate() -> None:
         "update_config.adjust_config_with_unaligned_cpu_tp": loader.without_padding,
         "ModelRunner.maybe_precompile_model_kernels_after_loading": startup.prepare,
         "KVCacheConfigurator.configure": cpu_platform.with_plain_pools,
-        "load_model_utils.load_kv_cache_scales": start_log.attached_scales,
         "KVCacheConfigurator._profile_available_bytes": kv_setup.less_workspace,
         "DefaultPoolConfigurator._compute_cell_size": kv_setup.with_token_scales,
         "ModelRunner.init_attention_backends": kv_setup.check_kv_cache,

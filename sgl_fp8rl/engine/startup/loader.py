@@ -15,7 +15,6 @@ from torch import nn
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.compat.log_filter import without_line
 from sgl_fp8rl.engine.control.attached import attach
 from sgl_fp8rl.engine.startup.kv_setup import attach_kv_scales, load_kv_scales
 from sgl_fp8rl.options import current_options
@@ -144,12 +143,9 @@ def without_padding(original: Any, model_config: Any, *args: Any) -> Any:
 
 def verify_model(original: Any, model_config: Any) -> None:
     """AROUND ``ModelConfig._verify_quantization``: refuse at start what cannot be served right."""
-    if model_config.quantization != NAME:
-        original(model_config)
-        return
-    with without_line(original, "not fully optimized yet"):
-        original(model_config)
-    if model_config.attention_arch != compat.AttentionArch.MLA:
+    original(model_config)
+    mla = compat.AttentionArch.MLA
+    if model_config.quantization != NAME or model_config.attention_arch != mla:
         return
     architecture = (model_config.hf_config.architectures or ["this model"])[0]
     if compat.is_deepseek_dsa(model_config.hf_config):

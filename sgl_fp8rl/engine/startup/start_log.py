@@ -1,11 +1,10 @@
-"""What a start says of an fp8rl engine, and nothing of scales that it does not use."""
+"""What a start says of an fp8rl engine."""
 
 import logging
 from collections import Counter
 from typing import Any
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.compat.log_filter import without_line
 from sgl_fp8rl.engine.control.attached import weights_of
 from sgl_fp8rl.engine.cpu import cpu_platform
 from sgl_fp8rl.engine.layers.quant_config import LayerFormat, list_layers
@@ -21,15 +20,6 @@ SCALES = {
     "unit": "1",
 }
 """Where KV scales come from where weights bring none, by the option ``kv_scheme``."""
-
-
-def attached_scales(original: Any, *, model: Any, **kw: Any) -> None:
-    """AROUND ``load_kv_cache_scales``: it looks for no scales but those of a file of its own."""
-    if weights_of(model) is None:
-        original(model=model, **kw)
-        return
-    with without_line(original, "no scaling factors provided"):
-        original(model=model, **kw)
 
 
 def log_start(model: Any) -> None:
