@@ -183,8 +183,8 @@ def measure(
     ]
     if options.kv_cache_dtype is not None:
         with fake_quant.fp8_kv(model, batches):
-            alone = replay.divergence([], first_layer=0)
-            both = replay.divergence(groups, first_layer=0)
+            alone = replay.divergence([])
+            both = replay.divergence(groups)
         mitigations += [
             report.Mitigation("FP8 KV alone", groups, alone),
             report.Mitigation("all FP8, FP8 KV", (), both),

@@ -1,14 +1,10 @@
-"""Rerun a model from any decoder layer on, with some of its layers changed.
-
-A change in layer n does not affect earlier layers, so the inputs of each layer in the unchanged
-model are stored: measuring all layers, one at a time, takes half the work.
+"""Run a model on the same sequences again, with some of its layers changed.
 
 Shapes: B sequences, L tokens of the longest, T measured tokens of all, H hidden, V vocabulary.
 """
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +15,12 @@ from sgl_fp8rl.tools.precision.divergence import Divergence, token_divergence
 from sgl_fp8rl.tools.precision.groups import Group
 from sgl_fp8rl.tools.precision.tokens import Sequences
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 LOGITS_AT_ONCE = 1 << 25
 """Elements; a float64 copy of them takes 256 MiB."""
 
 
 class Replay:
-    """The layer inputs and outputs of an unchanged model on some sequences.
+    """The logits of an unchanged model on some sequences, and what becomes of them.
 
     Logits are computed in FP32 from the last hidden state even for a BF16 model: rounded logits, as
     in an engine without --enable-fp32-lm-head, would hide the damage of layers.
@@ -39,45 +34,28 @@ class Replay:
     """
 
     def __init__(self, model: Any, batches: list[Sequences]) -> None:
-        self._model = model
+        self._model, self._batches = model, batches
         self._layers: nn.ModuleList = model.get_decoder().layers
-        self._batches = batches
-        # by layer and batch: hidden states [B, L, H], also the last ones, and other layer inputs
-        self._inputs: list[list[torch.Tensor]] = [[] for _ in range(self.layers + 1)]
-        self._arguments: list[list[Arguments]] = [[] for _ in range(self.layers)]
+        self.layers = len(self._layers)
+        """Number of decoder layers of the model."""
         self._head = model.get_output_embeddings().weight.detach().float()
-        self._record()
         self._tokens_T = torch.cat([batch.tokens_BL[:, 1:][batch.measured] for batch in batches])
-        last_TH = self._run(self._inputs[-1], self.layers)
-        self._logits = [part_TV.clone() for part_TV in self._logits_of(last_TH)]
+        self.tokens = self._tokens_T.numel()
+        """Number of measured tokens."""
+        self._logits = [part_TV.clone() for part_TV in self._logits_of(self._hidden())]
         if not all(bool(part.isfinite().all()) for part in self._logits):
             raise ValueError("the model's own logits are NaN or Inf; check its weights")
 
-    @property
-    def layers(self) -> int:
-        """Number of decoder layers of the model."""
-        return len(self._layers)
-
-    @property
-    def tokens(self) -> int:
-        """Number of measured tokens."""
-        return self._tokens_T.numel()
-
-    @torch.inference_mode()
-    def divergence(self, groups: Collection[Group], first_layer: int | None = None) -> Divergence:
+    def divergence(self, groups: Collection[Group]) -> Divergence:
         """How much logprobs change if these groups compute in FP8.
-
-        Args:
-            first_layer: the first layer that differs; default that of the first group.
 
         Raises:
             ValueError: one of their weights or activations is NaN or Inf.
         """
-        if first_layer is None:
-            first_layer = min((group.layer for group in groups), default=self.layers)
-        return self._compared(self._run(self._inputs[first_layer], first_layer, groups))
+        with fake_quant.fp8(groups):
+            hidden_TH = self._hidden()
+        return self._compared(hidden_TH)
 
-    @torch.inference_mode()
     def noise(self, seed: int) -> Divergence:
         """How much logprobs change if the first hidden states are rounded differently.
 
@@ -85,13 +63,20 @@ class Replay:
         rounded differently, as after any change: smaller damage of a layer cannot be detected.
         """
         generator = torch.Generator().manual_seed(seed)
-        nudged = []
-        for hidden in self._inputs[0]:
+
+        def nudged(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            hidden, *others = args
             shift = torch.rand(hidden.shape, generator=generator).to(hidden.device) - 0.5
             factor = 1 + torch.finfo(hidden.dtype).eps * shift.double()
-            nudged.append((hidden.double() * factor).to(hidden.dtype))
-        return self._compared(self._run(nudged, 0))
+            return (hidden.double() * factor).to(hidden.dtype), *others
 
+        hook = self._layers[0].register_forward_pre_hook(nudged)
+        try:
+            return self._compared(self._hidden())
+        finally:
+            hook.remove()
+
+    @torch.inference_mode()
     def _compared(self, hidden_TH: torch.Tensor) -> Divergence:
         """Divergence of the logits from these last hidden states."""
         tokens = self._tokens_T.split([len(part_TV) for part_TV in self._logits])
@@ -100,43 +85,16 @@ class Replay:
         return Divergence.of_tokens(torch.cat(kls), torch.cat(k3s))
 
     @torch.inference_mode()
-    def _record(self) -> None:
-        """Store the inputs of each layer, by layer and batch."""
-
-        def note(index: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden, *others = args
-            self._inputs[index].append(hidden)
-            self._arguments[index].append((tuple(others), kwargs))
-
-        def note_last(_: Any, __: Any, output: torch.Tensor) -> None:
-            self._inputs[-1].append(output)
-
-        hooks = [
-            layer.register_forward_pre_hook(partial(note, index), with_kwargs=True)
-            for index, layer in enumerate(self._layers)
-        ]
-        hooks.append(self._layers[-1].register_forward_hook(note_last))
+    def _hidden(self) -> torch.Tensor:
+        """What the last layer makes of the measured tokens, ``[T, H]``."""
+        hiddens: list[torch.Tensor] = []
+        hook = self._layers[-1].register_forward_hook(lambda *call: hiddens.append(call[-1]))
         try:
             for batch in self._batches:
                 # right padding, which a causal model ignores: no mask
                 self._model.get_decoder()(batch.tokens_BL, use_cache=False)
         finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _run(
-        self, hiddens: list[torch.Tensor], first_layer: int, groups: Collection[Group] = ()
-    ) -> torch.Tensor:
-        """The last hidden states of the measured tokens, ``[T, H]``, from the inputs of a layer.
-
-        All batches go through one layer before the next, so each layer is quantized once.
-        """
-        for index in range(first_layer, self.layers):
-            with fake_quant.fp8(group for group in groups if group.layer == index):
-                hiddens = [
-                    self._layers[index](hidden, *args, **kwargs)
-                    for hidden, (args, kwargs) in zip(hiddens, self._arguments[index], strict=True)
-                ]
+            hook.remove()
         pairs = zip(hiddens, self._batches, strict=True)
         return torch.cat([hidden[:, :-1][batch.measured] for hidden, batch in pairs])
 
