@@ -17,5 +17,5 @@ def test_caps_only_fall() -> None:
 
 def test_an_update_passes_no_more_files() -> None:
     found = trace_update.files()
-    assert {"trainer_bridge", "sgl_fp8rl/receiver"} < found.keys()  # it went all the way
+    assert {"trainer_bridge/updates", "sgl_fp8rl/receiver"} < found.keys()  # it went all the way
     assert sum(map(len, found.values())) <= trace_update.MOST
