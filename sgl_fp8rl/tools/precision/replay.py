@@ -70,11 +70,8 @@ class Replay:
             factor = 1 + torch.finfo(hidden.dtype).eps * shift.double()
             return (hidden.double() * factor).to(hidden.dtype), *others
 
-        hook = self._layers[0].register_forward_pre_hook(nudged)
-        try:
+        with self._layers[0].register_forward_pre_hook(nudged):
             return self._compared(self._hidden())
-        finally:
-            hook.remove()
 
     @torch.inference_mode()
     def _compared(self, hidden_TH: torch.Tensor) -> Divergence:
@@ -88,13 +85,10 @@ class Replay:
     def _hidden(self) -> torch.Tensor:
         """What the last layer makes of the measured tokens, ``[T, H]``."""
         hiddens: list[torch.Tensor] = []
-        hook = self._layers[-1].register_forward_hook(lambda *call: hiddens.append(call[-1]))
-        try:
+        with self._layers[-1].register_forward_hook(lambda *call: hiddens.append(call[-1])):
             for batch in self._batches:
                 # right padding, which a causal model ignores: no mask
                 self._model.get_decoder()(batch.tokens_BL, use_cache=False)
-        finally:
-            hook.remove()
         pairs = zip(hiddens, self._batches, strict=True)
         return torch.cat([hidden[:, :-1][batch.measured] for hidden, batch in pairs])
 
