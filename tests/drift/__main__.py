@@ -42,8 +42,7 @@ PATHS = {path: name for name, path in compat.SYMBOLS.items()} | {
 """The name by which our code calls what is there."""
 OWNED = [
     (compat._target_path(owner), name)
-    for table in compat.ATTRIBUTES
-    for owner, names in table.items()
+    for owner, names in compat.ATTRIBUTES.items()
     for name in names.split()
 ]
 """Attributes, each with its owner."""

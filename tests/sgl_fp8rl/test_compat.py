@@ -74,7 +74,7 @@ def uses_of(trees: Mapping[str, ast.Module]) -> dict[str, Uses]:
 
 def named() -> set[str]:
     """All names in ``compat``."""
-    tables = (*compat.ATTRIBUTES, compat.NEWER_ATTRIBUTES)
+    tables = (compat.ATTRIBUTES, compat.NEWER_ATTRIBUTES)
     names = {name for table in tables for names in table.values() for name in names.split()}
     paths = [*compat.METHODS, *compat.HOOK_TARGETS.values()]
     return names.union(compat.SYMBOLS, (path.rpartition(".")[2] for path in paths))
@@ -233,7 +233,7 @@ def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(compat.importlib, "import_module", lambda _: module)
     names = "in_body method in_method in_string gone"
     table = {"sglang.a.Derived": names, "sglang.a.Gone": names}
-    monkeypatch.setattr(compat, "ATTRIBUTES", (table,))
+    monkeypatch.setattr(compat, "ATTRIBUTES", table)
     monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {})
     found = [path for path, is_found in compat.check_attributes() if is_found]
     assert found == [f"sglang.a.Derived.{name}" for name in names.split()[:-1]]
@@ -254,7 +254,7 @@ def test_a_class_that_cannot_be_imported_is_read(
     names = "method in_loop in_method gone"
     owners = [f"{module}.Backend" for module in ("needs_a_gpu", "no_such_module", "no.such.module")]
     owners.append("needs_a_gpu.Gone")
-    monkeypatch.setattr(compat, "ATTRIBUTES", (dict.fromkeys(owners, names),))
+    monkeypatch.setattr(compat, "ATTRIBUTES", dict.fromkeys(owners, names))
     monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {})
     assert not any(found for _, found in compat.check_attributes())  # the control
     monkeypatch.setattr(compat, "FROM_SOURCE", owners)
@@ -269,7 +269,7 @@ def test_a_class_that_cannot_be_imported_is_read(
 def test_attributes_of_newer_versions_are_looked_for_there(
     version: str, is_newer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "ATTRIBUTES", ())
+    monkeypatch.setattr(compat, "ATTRIBUTES", {})
     monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {"sglang.version.__version__": "gone"})
     monkeypatch.setattr(compat, "sglang_version", lambda: version)
     looked_for = [("sglang.version.__version__.gone", False)]
@@ -278,7 +278,7 @@ def test_attributes_of_newer_versions_are_looked_for_there(
 
 def test_what_a_started_engine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """``tests/engine`` starts engines of both versions, whose objects have all of it."""
-    monkeypatch.setattr(compat.attributes, "ATTRIBUTES", {"sglang.Pool": "size available_size"})
+    monkeypatch.setattr(compat, "ATTRIBUTES", {"sglang.Pool": "size available_size"})
     paths = {"sglang.Pool": "runner.pool"}
     pool = SimpleNamespace(size=1, available_size=1)
     compat.check_live(SimpleNamespace(runner=SimpleNamespace(pool=pool)), paths)

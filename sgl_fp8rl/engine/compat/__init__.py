@@ -16,13 +16,8 @@ from operator import attrgetter
 from types import CodeType
 from typing import Any
 
-from sgl_fp8rl.engine.compat import attention_backends, attributes, layer_methods, symbols
-from sgl_fp8rl.engine.compat.attention_backends import (
-    ATTENTION_BACKENDS,
-    FLASHINFER_PLANS,
-    FROM_SOURCE,
-)
 from sgl_fp8rl.engine.compat.attributes import (
+    ATTRIBUTES,
     IN_SCHEDULER,
     IN_TOKENIZER_MANAGER,
     METHODS,
@@ -30,7 +25,10 @@ from sgl_fp8rl.engine.compat.attributes import (
     SAMPLING_FIELDS,
 )
 from sgl_fp8rl.engine.compat.hook_targets import (
+    ATTENTION_BACKENDS,
     DECODED_ATTENTION,
+    FLASHINFER_PLANS,
+    FROM_SOURCE,
     HARMLESS_UPDATES,
     HOOK_TARGETS,
     LOGITS_CAP,
@@ -41,6 +39,7 @@ from sgl_fp8rl.engine.compat.hook_targets import (
     UPDATER,
     XGRAMMAR_MASK,
 )
+from sgl_fp8rl.engine.compat.symbols import SYMBOLS
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -61,9 +60,6 @@ __all__ = [
     "UPDATER",
 ]
 
-SYMBOLS = symbols.SYMBOLS | layer_methods.SYMBOLS
-ATTRIBUTES = (attributes.ATTRIBUTES, attention_backends.ATTRIBUTES, layer_methods.ATTRIBUTES)
-"""An owner may be in several."""
 TESTED_VERSIONS = ("0.5.17", "0.5.23")
 """Passed the tests that need no GPU, and ran ``tests/gpu`` (tests/GPU.md); the extra ``sglang`` in
 pyproject.toml installs the last one."""
@@ -180,7 +176,7 @@ def _has(target: str) -> bool:
 
 def check_attributes() -> list[tuple[str, bool]]:
     """Look for each attribute in its owner: ``(path, found)`` pairs. FlashInfer is imported."""
-    tables = [*ATTRIBUTES]
+    tables = [ATTRIBUTES]
     if _release(sglang_version()) >= _release(TESTED_VERSIONS[-1]):
         tables.append(NEWER_ATTRIBUTES)
     checked = []
@@ -204,7 +200,7 @@ def check_live(root: Any, paths: Mapping[str, str]) -> None:
         IncompatibleSGLangError: one of them is not there, or lacks something.
     """
     for owner, path in paths.items():
-        for name in attributes.ATTRIBUTES[owner].split():
+        for name in ATTRIBUTES[owner].split():
             whole = f"{path}.{name}".removeprefix(".")
             try:
                 attrgetter(whole)(root)

@@ -1,5 +1,12 @@
 """What our hooks read, call and set on SGLang's own objects, so that ``doctor`` sees it go."""
 
+from sgl_fp8rl.engine.compat.hook_targets import (
+    ATTENTION_BACKENDS,
+    FA3_METADATA,
+    MLA_PLANNER,
+    PLANNER,
+)
+
 _MANAGERS = "sglang.srt.managers"
 _LAYERS = "sglang.srt.layers"
 _CAPTURER = "sglang.srt.state_capturer.base"
@@ -126,7 +133,25 @@ ATTRIBUTES: dict[str, str] = {
         "extend_seq_lens_cpu forward_mode out_cache_loc req_pool_indices rids seq_lens seq_lens_cpu"
     ),
     f"{_FORWARD}.forward_batch_info.ForwardMode": "is_decode is_extend",
-    # layers; what computes in them is in layer_methods.py
+    # layers, and what computes in them
+    f"{_LAYERS}.quantization.fp8.Fp8LinearMethod": (
+        "process_weights_after_loading w8a8_block_fp8_linear weight_scale_inv"
+    ),
+    f"{_LAYERS}.quantization.fp8.Fp8MoEMethod": (
+        "process_weights_after_loading runner w13_weight w13_weight_bias w13_weight_scale_inv "
+        "w2_weight w2_weight_scale_inv"
+    ),
+    **{
+        f"{_LAYERS}.quantization.{linear}": "apply create_weights weight weight_scale"
+        for linear in ("w8a8_fp8.W8A8Fp8LinearMethod", "w8a8_int8.W8A8Int8LinearMethod")
+    },
+    **{
+        f"{_LAYERS}.quantization.{experts}": (
+            "apply create_weights w13_weight w13_weight_scale w2_weight w2_weight_scale"
+        )
+        for experts in ("w8a8_fp8.W8A8FP8MoEMethod", "w8a8_int8.W8A8Int8MoEMethod")
+    },
+    f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod": "create_weights",
     f"{_LAYERS}.linear.LinearBase": "params_dtype quant_method",
     f"{_LAYERS}.linear.ColumnParallelLinear": "weight_loader",
     f"{_LAYERS}.linear.QKVParallelLinear": "num_kv_head_replicas",
@@ -179,8 +204,29 @@ ATTRIBUTES: dict[str, str] = {
         "return_sampling_masks sampling_seed temperatures"
     ),
     "sglang.srt.sampling.sampling_params.SamplingParams": "max_new_tokens",
-    # attention; the backends are in attention_backends.py
+    # attention
     f"{_LAYERS}.radix_attention.AttentionType": "DECODER ENCODER_ONLY",
+    "sglang.srt.layers.radix_attention.RadixAttention": (
+        "attn_type head_dim is_cross_attention layer_id logit_cap qk_head_dim scaling "
+        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num use_irope v_head_dim"
+    ),
+    ATTENTION_BACKENDS["torch_native"]: (
+        "forward_decode forward_extend forward_metadata req_to_token_pool token_to_kv_pool"
+    ),
+    ATTENTION_BACKENDS["flashinfer"]: (
+        "forward_decode forward_extend forward_metadata token_to_kv_pool"
+    ),
+    f"{_LAYERS}.attention.flashinfer_backend.PrefillMetadata": "use_ragged",
+    PLANNER: "call_begin_forward",
+    MLA_PLANNER: "call_begin_forward",
+    ATTENTION_BACKENDS["fa3"]: (
+        "forward_extend forward_metadata num_splits page_size token_to_kv_pool"
+    ),
+    FA3_METADATA: "page_table",
+    ATTENTION_BACKENDS["trtllm_mha"]: (
+        "_get_layer_page_table forward_decode forward_metadata page_size token_to_kv_pool"
+    ),
+    f"{_LAYERS}.attention.trtllm_mha_backend.TRTLLMMHAMetadata": "cache_seqlens_int32",
     f"{_MODELS}.llama.LlamaAttention": _DECODED,
     f"{_MODELS}.qwen2.Qwen2Attention": _DECODED,
     f"{_MODELS}.qwen3.Qwen3Attention": f"{_DECODED} k_norm q_norm",

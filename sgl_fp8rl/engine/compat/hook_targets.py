@@ -1,5 +1,4 @@
-"""SGLang's functions that our hooks wrap, but for attention backends; its hook registry resolves
-these paths itself."""
+"""SGLang's functions that our hooks wrap; its hook registry resolves these paths itself."""
 
 _MANAGERS = "srt.managers"
 _COMPONENTS = f"{_MANAGERS}.scheduler_components"
@@ -87,3 +86,19 @@ DECODED_ATTENTION = (
     f"{_MODELS}.qwen3_moe.Qwen3MoeAttention.forward",
 )
 """Attention modules that project, norm, rotate and attend, and do nothing else in a decode step."""
+_ATTENTION = "sglang.srt.layers.attention"
+# Wrapped where they serve an FP8 KV cache: importing FlashInfer takes seconds.
+ATTENTION_BACKENDS = {
+    "torch_native": f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend",
+    "flashinfer": f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend",
+    "fa3": f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend",
+    "trtllm_mha": f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend",
+}
+"""Class by SGLang's name of the backend."""
+FA3_METADATA = f"{_ATTENTION}.flashattention_backend.FlashAttentionMetadata"
+FROM_SOURCE = frozenset({ATTENTION_BACKENDS["fa3"], FA3_METADATA})
+"""Classes that cannot be imported without a GPU: ``check_attributes`` reads their source."""
+PLANNER = f"{_ATTENTION}.flashinfer_backend.FlashInferIndicesUpdaterDecode"
+MLA_PLANNER = f"{_ATTENTION}.flashinfer_mla_backend.FlashInferMLAIndicesUpdaterDecode"
+FLASHINFER_PLANS = (f"{PLANNER}.call_begin_forward", f"{MLA_PLANNER}.call_begin_forward")
+"""Wrapped where FlashInfer decodes."""

@@ -14,7 +14,7 @@ from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.attention import backends, hooks, kv_attention
 from sgl_fp8rl.engine.attention.backends import FA3, TRTLLM_MHA, Capability, choose
 from sgl_fp8rl.engine.attention.flashinfer_plans import wait_for_copy
-from sgl_fp8rl.engine.compat import attention_backends, wrapping
+from sgl_fp8rl.engine.compat import wrapping
 from sgl_fp8rl.engine.compat.settings import resolved
 from sgl_fp8rl.engine.startup import arguments
 from sgl_fp8rl.tools.doctor import device
@@ -223,7 +223,7 @@ def test_what_serves_is_wrapped_once(
 
 def test_every_backend_has_a_class_and_the_hooks_of_the_phases_that_it_serves() -> None:
     assert backends.BACKENDS.keys() == kv_attention.HOOKS.keys() == compat.ATTENTION_BACKENDS.keys()
-    named = attention_backends.ATTRIBUTES
+    named = compat.ATTRIBUTES
     for name, row in backends.BACKENDS.items():
         around = kv_attention.HOOKS[name]
         used = named[compat.ATTENTION_BACKENDS[name]].split()
