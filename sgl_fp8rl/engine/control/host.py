@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.control.embedding_cache import forget_embeddings
 from sgl_fp8rl.engine.control.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import FINISH
@@ -23,6 +22,18 @@ NO_RETRACTION = (
 def answer(reply: dict[str, Any]) -> Any:
     """A reply as SGLang's schedulers send it to the main process."""
     return compat.RpcReqOutput(success="error" not in reply, message=json.dumps(reply))
+
+
+def forget_embeddings() -> None:
+    """Drop the embeddings of the policy before: SGLang finds them by the hash of an image alone.
+
+    Each rank has a cache of its own. A request in flight computes its embeddings again, since it
+    keeps its images until it ends.
+    """
+    # a global of the module that has this function, which the newer SGLang moved
+    cache = compat.init_mm_embedding_cache.__globals__["embedding_cache"]
+    if cache is not None:
+        cache.clear()
 
 
 class SchedulerHost:

@@ -11,7 +11,7 @@ import torch
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.attention.hooks import wrap_kernels
 from sgl_fp8rl.engine.control.attached import weights_of
-from sgl_fp8rl.engine.control.embedding_cache import forget_embeddings
+from sgl_fp8rl.engine.control.host import forget_embeddings
 from sgl_fp8rl.engine.cpu import cpu_kernels, cpu_platform
 from sgl_fp8rl.engine.gemm import linear as gemm
 from sgl_fp8rl.engine.layers import fusion
