@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from server_args.args import FORMATS
+from server_args.args import FORMATS, RAGGED
 from sgl_fp8rl.protocol.states import ABORT, IN_FLIGHT
 from sgl_fp8rl.tools.doctor import command as doctor
 from sgl_fp8rl.tools.layers import read_layers, render_layers
 from sgl_fp8rl.tools.plan import command as plan
-from sgl_fp8rl.tools.precision import arguments as precision
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
     layers.add_argument("--json", action="store_true", help="print the list as JSON")
 
-    precision.add_arguments(
+    _add_precision(
         commands.add_parser(
             "precision", help="rank layers by how FP8 changes logprobs; make an ignore list"
         )
@@ -89,6 +88,59 @@ def _parser() -> argparse.ArgumentParser:
         help="print no report; have the engine measure the error of its next prefills",
     )
     return parser
+
+
+def _add_precision(precision: argparse.ArgumentParser) -> None:
+    precision.add_argument("model", help="folder or hub name of the model, in BF16")
+    precision.add_argument(
+        "--budget-kl",
+        type=float,
+        metavar="NATS",
+        help="KL per token that the FP8 layers may cost (default: half of all layers')",
+    )
+    precision.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        type=Path,
+        help='lines {"prompt": ..., "response": ...}; missing responses are sampled',
+    )
+    precision.add_argument("--tokens", type=int, help="tokens to measure (default 4096, CPU 1024)")
+    precision.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    precision.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="what the layers are in, as of --fp8rl-format (default block-fp8)",
+    )
+    precision.add_argument(
+        "--ragged",
+        choices=RAGGED,
+        default=RAGGED[0],
+        help="layers whose sizes are not multiples of 128, as of --fp8rl-ragged (default pad)",
+    )
+    precision.add_argument(
+        "--kv-cache-dtype", choices=["fp8_e4m3"], help="measure an FP8 KV cache as well"
+    )
+    precision.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if present")
+    precision.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="float32",
+        help="dtype of the arithmetic (default float32); bfloat16 halves the memory and hides the "
+        "effect of single layers",
+    )
+    precision.add_argument("--output", metavar="FILE.json", type=Path, help="save the report")
+
+
+def _precision(arguments: argparse.Namespace) -> int:
+    from sgl_fp8rl.tools.precision import command
+
+    try:
+        command.run(arguments)
+    except (OSError, ValueError, MemoryError) as error:
+        print(f"sgl-fp8rl precision: {command.first_line(error)}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _kv_report(arguments: argparse.Namespace) -> int:
@@ -159,7 +211,7 @@ RUN = {
     "kv-report": _kv_report,
     "layers": _layers,
     "plan": plan.run,
-    "precision": precision.run,
+    "precision": _precision,
 }
 
 
