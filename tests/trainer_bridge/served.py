@@ -1,7 +1,6 @@
 """Fake engines behind HTTP, for trainers in processes of their own, which may be killed."""
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,11 +27,8 @@ def served(engines: Sequence[FakeEngine]) -> Iterator[list[str]]:
     with ExitStack() as stack:
         addresses = []
         for engine in engines:
-            server = Server()
+            server = stack.enter_context(Server())
             server.answer = partial(answer, engine)
-            threading.Thread(target=server.http.serve_forever, args=(0.01,), daemon=True).start()
-            stack.callback(server.http.server_close)
-            stack.callback(server.http.shutdown)
             addresses.append(server.address)
         yield addresses
 
