@@ -53,28 +53,28 @@ def test_what_is_pickled_of_close_closes_what_this_process_keeps() -> None:
     assert pickle.loads(pickle.dumps(trainer_bridge.close)) is trainer_bridge.close
 
 
-def test_the_engine_keeps_what_a_living_trainer_shares() -> None:
+def test_an_engine_keeps_what_a_living_trainer_shares() -> None:
+    """The kernel closes the sockets of one that died; nothing else tells the engine. A rank that is
+    busy does not hold one that closes."""
     engine = engine_of(2)
     for version in range(2):
         update(toy.checkpoint(version), engine, version=version)
         look(engine)
         assert opened(engine) == [1, 1]
     assert "unknown" not in engine.ops
-
-
-def test_a_trainer_that_died_leaves_nothing_open() -> None:
-    """The kernel closes its sockets; nothing else tells the engine."""
-    engine = engine_of(2)
-    update(toy.checkpoint(), engine, version=0)
     connection = KEPT.connection_to(engine)
     assert connection._ranks is not None
     connection._ranks.close()
     look(engine)
     assert opened(engine) == [0, 0]
-    assert holds(engine, toy.checkpoint())
-    update(toy.checkpoint(1), engine, version=1)  # as a new trainer would
     assert holds(engine, toy.checkpoint(1))
+    update(toy.checkpoint(2), engine, version=2)  # as a new trainer would
+    assert holds(engine, toy.checkpoint(2))
     assert opened(engine) == [1, 1]
+    KEPT.connection_to(engine).close(timeout_s=0.2)  # no rank looks
+    assert opened(engine) == [1, 1]
+    look(engine)
+    assert opened(engine) == [0, 0]
 
 
 def test_the_trainer_of_the_last_update_is_the_one_that_counts() -> None:
@@ -90,28 +90,23 @@ def test_the_trainer_of_the_last_update_is_the_one_that_counts() -> None:
     assert opened(engine) == [0]
 
 
-def test_close_returns_when_every_rank_has_let_go() -> None:
-    engine = engine_of(2)
-    update(toy.checkpoint(), engine, version=0)
-    sender = KEPT.connection_to(engine).sender
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_close_returns_when_every_rank_has_let_go(at_exit: bool) -> None:
+    engines = [engine_of(2), engine_of(1)]
+    update(toy.checkpoint(), engines, version=0)
+    sender = KEPT.connection_to(engines[0]).sender
     assert sender is not None and sender._bucket is not None
     is_open = sender._bucket.close
     assert is_open.alive
-    with looping(engine):
-        trainer_bridge.close(engine)
-        assert opened(engine) == [0, 0]
+    with looping(engines[0]), looping(engines[1]):
+        if at_exit:
+            KEPT.close_all(timeout_s=60.0)
+        else:
+            trainer_bridge.close(engines)
+        assert [opened(engine) for engine in engines] == [[0, 0], [0]]
     assert not is_open.alive
-    update(toy.checkpoint(1), engine, version=1)
-    assert holds(engine, toy.checkpoint(1))
-
-
-def test_a_rank_that_is_busy_does_not_hold_the_trainer() -> None:
-    engine = engine_of(2)
-    update(toy.checkpoint(), engine, version=0)
-    KEPT.connection_to(engine).close(timeout_s=0.2)  # no rank looks
-    assert opened(engine) == [1, 1]
-    look(engine)
-    assert opened(engine) == [0, 0]
+    update(toy.checkpoint(1), engines, version=1)
+    assert all(holds(engine, toy.checkpoint(1)) for engine in engines)
 
 
 def test_ranks_that_are_gone_are_not_waited_for(tmp_path: Path) -> None:
@@ -124,30 +119,10 @@ def test_ranks_that_are_gone_are_not_waited_for(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10.0
 
 
-def test_closed_connections_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FP8RL_KEY", raising=False)
-    other, closed = KEPT.connection_to("http://a:1"), []
-    for key in ("first", "second"):
-        monkeypatch.setenv("FP8RL_KEY", key)
-        closed.append(KEPT.connection_to("http://b:1"))
-    trainer_bridge.close("http://b:1")
-    assert KEPT.connection_to("http://b:1") not in closed
-    monkeypatch.delenv("FP8RL_KEY")
-    assert KEPT.connection_to("http://a:1") is other
-
-
 @pytest.mark.parametrize("engine", ["http://nobody:1", None, object()])
 def test_what_was_never_updated_can_be_closed(engine: Any) -> None:
     trainer_bridge.close(engine)
     assert not KEPT._by_address and not KEPT._of_objects
-
-
-def test_at_exit_every_engine_lets_go() -> None:
-    engines = [engine_of(1), engine_of(1)]
-    update(toy.checkpoint(), engines, version=0)
-    with looping(engines[0]), looping(engines[1]):
-        KEPT.close_all(timeout_s=60.0)
-        assert [opened(engine) for engine in engines] == [[0], [0]]
 
 
 def test_at_exit_no_engine_waits_for_a_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,8 @@ class Client:
 
 
 def test_the_layout_is_asked_once_until_a_failure() -> None:
-    client = Client()
+    """Or until the first update of one with dummy weights, which learns from it what is FP32."""
+    client = Client(state="quarantined")
     connection = EngineConnection(client)
     for _ in range(3):
         assert connection.layout() == client.layout
@@ -48,19 +49,11 @@ def test_the_layout_is_asked_once_until_a_failure() -> None:
     client.layout["bucket_bytes"] = 2 * BUCKET_BYTES
     connection.forget()
     assert connection.layout()["bucket_bytes"] == 2 * BUCKET_BYTES
-    assert client.asked == 2
-
-
-def test_an_engine_that_did_not_serve_is_asked_again_after_its_first_update() -> None:
-    """One with dummy weights learns from that what it keeps in FP32."""
-    client = Client(state="quarantined")
-    connection = EngineConnection(client)
-    connection.layout()
     client.layout.update(state="serving", fp32=["a"])
     for _ in range(2):
         connection.committed(Policy("a run", 0))
         assert connection.layout()["fp32"] == ["a"]
-    assert client.asked == 2
+    assert client.asked == 3
 
 
 # -- memory
@@ -82,14 +75,20 @@ def test_a_failure_frees_the_memory_that_no_other_engine_has_open() -> None:
 
 
 def test_an_address_has_one_link_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of them are closed with it."""
     monkeypatch.delenv("FP8RL_KEY", raising=False)
-    first = KEPT.connection_to("http://a:1")
-    assert KEPT.connection_to("http://a:1") is first
-    assert KEPT.connection_to("http://a:2") is not first
-    monkeypatch.setenv("FP8RL_KEY", "secret")
-    with_key = KEPT.connection_to("http://a:1")
-    assert with_key is not first
-    assert KEPT.connection_to("http://a:1") is with_key
+    other, links = KEPT.connection_to("http://a:2"), []
+    for key in (None, "first", "second"):
+        if key is not None:
+            monkeypatch.setenv("FP8RL_KEY", key)
+        links.append(KEPT.connection_to("http://a:1"))
+        assert KEPT.connection_to("http://a:1") is links[-1]
+    assert len({*map(id, [*links, other])}) == 4
+    KEPT.close("http://a:1")
+    assert KEPT.connection_to("http://a:1") not in links
+    monkeypatch.delenv("FP8RL_KEY")
+    assert KEPT.connection_to("http://a:1") not in links
+    assert KEPT.connection_to("http://a:2") is other
 
 
 @pytest.mark.parametrize(
@@ -112,23 +111,6 @@ def test_an_address_is_the_same_in_every_spelling(address: str, others: list[str
     assert KEPT.connection_to(address) is not connection
 
 
-def test_an_engine_has_one_link_that_ends_with_it() -> None:
-    """And lives as long as its update."""
-    engine, other = InProcess(), Client()
-    connection = KEPT.connection_to(engine)
-    assert KEPT.connection_to(engine) is connection
-    assert KEPT.connection_to(other) is not connection
-    gone, (member,) = weakref.ref(connection), participants_of([engine])
-    del connection, engine
-    gc.collect()
-    assert gone() is not None
-    assert member.connection.layout()["state"] == "serving"
-    del member
-    gc.collect()
-    assert gone() is None
-    assert id(other) in KEPT._of_objects
-
-
 class InProcess:
     """Stands for an ``sgl.Engine``: another package's class, two of whose objects may be equal."""
 
@@ -139,15 +121,25 @@ class InProcess:
         return True
 
 
-def test_nothing_is_written_into_an_engine() -> None:
-    engine, other = InProcess(), InProcess()
+def test_an_engine_has_one_link_that_ends_with_it() -> None:
+    """And lives as long as its update; nothing is written into the engine."""
+    engine, other, closed = InProcess(), Client(), InProcess()
     connection = KEPT.connection_to(engine)
-    assert connection.layout()["state"] == "serving"
-    assert KEPT.connection_to(other) is not connection
-    assert vars(engine) == {}
-    KEPT.close(engine)
-    assert id(engine) not in KEPT._of_objects
-    assert KEPT.connection_to(engine) is not connection
+    assert KEPT.connection_to(engine) is connection and vars(engine) == {}
+    links = connection, KEPT.connection_to(other), KEPT.connection_to(closed)
+    assert len({*map(id, links)}) == 3
+    KEPT.close(closed)
+    assert id(closed) not in KEPT._of_objects
+    assert KEPT.connection_to(closed) is not links[-1]
+    gone, (member,) = weakref.ref(connection), participants_of([engine])
+    del connection, engine, links
+    gc.collect()
+    assert gone() is not None
+    assert member.connection.layout()["state"] == "serving"
+    del member
+    gc.collect()
+    assert gone() is None
+    assert id(other) in KEPT._of_objects
 
 
 # -- through which GPU
