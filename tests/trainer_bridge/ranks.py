@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from trainer_bridge.session.kept import KEPT
 
@@ -45,56 +44,38 @@ def run(
     world: int,
     collective_timeout_s: float,
     join_s: float = JOIN_S,
+    lost: int | None = None,
 ) -> None:
     """Run ``worker(rank, folder)`` in ``world`` processes; fail if one fails or hangs.
 
     Args:
         collective_timeout_s: a rank that is left waiting in a collective fails after this.
+        lost: a rank that must be killed meanwhile; the others end well.
     """
-    forkserver()  # says what it imports, before torch starts it
-    context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-        _main,
-        (worker, str(folder), world, collective_timeout_s, join_s),
-        nprocs=world,
-        join=False,
-        start_method="forkserver",
-    )
-    deadline = time.monotonic() + join_s
-    try:
-        while not context.join(timeout=1.0):
-            assert time.monotonic() < deadline, "the ranks hang"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-
-
-def run_and_lose(
-    worker: Callable[[int, Path], None],
-    folder: Path,
-    world: int,
-    collective_timeout_s: float,
-    lost: int,
-) -> None:
-    """As ``run``, of a worker in which rank ``lost`` is killed; fail unless it is, and the others
-    end well."""
-    arguments = worker, str(folder), world, collective_timeout_s, JOIN_S, False
+    arguments = worker, str(folder), world, collective_timeout_s, join_s, lost is None
     processes = [
         forkserver().Process(target=_main, args=(rank, *arguments), name=f"rank {rank}")
         for rank in range(world)
     ]
-    deadline = time.monotonic() + JOIN_S
+    wanted = [-signal.SIGKILL if rank == lost else 0 for rank in range(world)]
+    deadline = time.monotonic() + join_s
     try:
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(max(deadline - time.monotonic(), 0.0))
-        ended = [process.exitcode for process in processes]
-        assert ended == [-signal.SIGKILL if rank == lost else 0 for rank in range(world)], ended
+        while (ended := [process.exitcode for process in processes]) != wanted:
+            assert all(code in (None, well) for code, well in zip(ended, wanted, strict=True)), (
+                ended
+            )
+            assert time.monotonic() < deadline, "the ranks hang"
+            time.sleep(POLL_S)
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+run_and_lose = run
+"""Where a rank is lost."""
 
 
 def die(*_: object) -> None:
@@ -116,7 +97,7 @@ def _main(
     world: int,
     collective_timeout_s: float,
     join_s: float,
-    meets: bool = True,
+    meets: bool,
 ) -> None:
     faulthandler.enable()  # where a rank is aborted, its log says where each thread was
     faulthandler.dump_traceback_later(0.9 * join_s)  # and where it hangs

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.engine import models, vision_models
+from tests.trainer_bridge import moe_models
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.parameters import NamedTensors, Source, named_tensors, sources
 
@@ -24,44 +25,23 @@ def test_some_families_keep_experts_fused(family: str) -> None:
     assert cut(fused) is fused
 
 
-TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
+OF_ANY: dict[str, Any] = {
     "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
 }
+GROUPS = {"n_group": 1, "topk_group": 1}
 MLA = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    **{"v_head_dim": 16, "first_k_dense_replace": 1, **GROUPS},
 }
 
 
 def tiny(family: str, **changes: Any) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**TINY, **changes})
-    model = AutoModelForCausalLM.from_config(config)
+    model: nn.Module = moe_models.tiny(family, **{**OF_ANY, **changes})
     with torch.no_grad():
         for buffer in model.buffers():  # such as a router's bias, zero at first
             if buffer.is_floating_point():
                 buffer.uniform_()
-    assert isinstance(model, nn.Module)
     return model
 
 
@@ -97,17 +77,12 @@ def streamed(
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("qwen3", {}),
+        *((family, {}) for family in ("qwen3", "qwen3_moe", "mixtral", "olmoe", "minimax_m2")),
+        *((family, {}) for family in ("gpt_oss", "gemma2")),
         ("qwen3", {"tie_word_embeddings": True}),
-        ("qwen3_moe", {}),
         ("qwen2_moe", {"shared_expert_intermediate_size": 16}),
-        ("mixtral", {}),
-        ("olmoe", {}),
-        ("glm4_moe", {"n_group": 1, "topk_group": 1}),
-        ("minimax_m2", {}),
+        ("glm4_moe", GROUPS),
         ("deepseek_v3", MLA),
-        ("gpt_oss", {}),
-        ("gemma2", {}),
     ],
 )
 def test_names_and_values_are_those_that_transformers_saves(
