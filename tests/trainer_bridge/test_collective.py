@@ -46,29 +46,19 @@ class Slow(FakeEngine):
         return super().control(message)
 
 
-def on_some_ranks(rank: int) -> None:
-    """Ranks 2 and 3 hold the policy, the others a reward model, say: they do not take part."""
-    mesh = DeviceMesh("cpu", [2, 3])
-    if rank < 2:
-        return
+def of_all_kinds(rank: int) -> None:
+    """Ranks 2 and 3 hold the policy and the others a reward model, say, which take no part; a mesh
+    of two dimensions; and DDP, of which every rank has all weights, and one of them sends."""
     tensors = toy.checkpoint()
-    engine = Slow(engine_of(1).ranks) if rank == 2 else None
-    assert sent(toy_trainer(tensors, mesh), tensors, engine, version=0).bytes > 0
-
-
-def on_a_mesh_of_two_dimensions(rank: int) -> None:
-    tensors = toy.checkpoint()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    engine = engine_of(1) if rank == 0 else None
-    assert sent(toy_trainer(tensors, mesh), tensors, engine, version=0).bytes > 0
-
-
-def in_ddp(rank: int) -> None:
-    """Every rank has all weights, and one of them sends."""
-    tensors = toy.checkpoint()
-    model = DistributedDataParallel(toy_model(tensors).requires_grad_(True))
-    engine = engine_of(1) if rank == 0 else None
-    assert sent(model, tensors, engine, version=0).bytes > 0
+    some = DeviceMesh("cpu", [2, 3])
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for first, weights in (
+        (2, rank > 1 and toy_trainer(tensors, some)),
+        (0, toy_trainer(tensors, grid)),
+        (0, DistributedDataParallel(toy_model(tensors).requires_grad_(True))),
+    ):
+        engine = (Slow if first else FakeEngine)(engine_of(1).ranks) if rank == first else None
+        assert not weights or sent(weights, tensors, engine, version=0).bytes > 0
 
 
 def in_a_group(rank: int) -> None:
@@ -135,15 +125,18 @@ def the_first_rank_fails_before_the_other_calls(rank: int) -> None:
 
 
 def one_rank_has_something_else_than_tensors(rank: int) -> None:
-    """All end with its sentence, and are in step at the next update."""
+    """Or a stream: all end with its sentence, and are in step at the next update."""
     tensors, mesh, both = toy.checkpoint(), DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
     engine = engine_of(1) if rank == 1 else None
     outside: dict[str, Any] = {"norm.weight": distribute_tensor(torch.ones(2), mesh)}
     some = dist.new_group([1, 2])
-    faults: list[tuple[Any, str]] = [(["norm.weight"], "unpack"), ({**tensors, **outside}, "0, 1")]
     sharded = {name: distribute_tensor(tensor, both) for name, tensor in tensors.items()}
     for at, whole in product((1, 2), (tensors, sharded)):
-        for wrong, sentence in faults:
+        for wrong, sentence in (
+            (["norm.weight"], "unpack"),
+            ({**tensors, **outside}, "0, 1"),
+            (iter(tensors.items()), "1 pass an iterator and 1 a model"),
+        ):
             if rank in (1, 2):
                 mine = wrong if rank == at else whole
                 with pytest.raises((ManifestError, ValueError), match=sentence):
@@ -151,18 +144,6 @@ def one_rank_has_something_else_than_tensors(rank: int) -> None:
     assert engine is None or engine.ops == []
     if rank in (1, 2):
         assert sent(tensors, tensors, engine, version=0, group=some).version == 0
-
-
-def one_rank_streams(rank: int) -> None:
-    """The first or the other one: both end with a sentence."""
-    tensors, some = toy.checkpoint(), dist.new_group([1, 2])
-    engine = engine_of(1) if rank == 1 else None
-    for at in (1, 2):
-        if rank in (1, 2):
-            mine = iter(tensors.items()) if rank == at else tensors
-            with pytest.raises(ManifestError, match="1 pass an iterator and 1 a model"):
-                update(mine, engine, version=0, group=some)
-    assert engine is None or engine.ops == []
 
 
 def one_rank_cannot_list_its_tensors(rank: int) -> None:
@@ -253,13 +234,10 @@ CASES = [
     the_first_rank_fails_before_the_other_calls,
     the_first_rank_alone_cannot_read,
     one_rank_leaves_nothing_in_the_store,
-    on_some_ranks,
-    on_a_mesh_of_two_dimensions,
-    in_ddp,
+    of_all_kinds,
     in_a_group,
     one_rank_asks_for_something_else,
     one_rank_has_something_else_than_tensors,
-    one_rank_streams,
     one_rank_cannot_list_its_tensors,
     outside_of_the_group,
 ]

@@ -186,11 +186,6 @@ def update_tied(rank: int, folder: Path) -> None:
     assert engine is None or holds(engine, tensors)
 
 
-@pytest.mark.timeout(180)
-def test_ranks_decide_alike_of_a_tied_head_and_of_what_cannot_be_read(tmp_path: Path) -> None:
-    run(update_tied, tmp_path)
-
-
 class Broken:
     """An engine client that fails in a way of its own."""
 
@@ -260,12 +255,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.detach().clone()
 
 
-def test_weights_are_those_that_the_optimizer_stepped(tmp_path: Path) -> None:
-    run(step_behind_a_forward, tmp_path)
-
-
-def test_a_parameter_that_is_whole_on_its_rank_is_not_gathered(tmp_path: Path) -> None:
-    run(keep_on_one_rank, tmp_path)
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("worker", [update_tied, keep_on_one_rank, step_behind_a_forward])
+def test_two_ranks(worker: Callable[[int, Path], None], tmp_path: Path) -> None:
+    run(worker, tmp_path)
 
 
 # -- one process
@@ -283,13 +276,9 @@ def test_announced_shapes_and_dtypes_are_those_that_are_sent() -> None:
     announced = {n: (t.dtype, t.shape) for s in found for n, t in s.announce(s.sent_as)}
     sent = {name: (t.dtype, t.shape) for name, t in streamed(tensors, toy.BF16).items()}
     assert announced == sent
-    assert {n: dtype for n, (dtype, _) in sent.items()} == {
-        "w": toy.BF16,
-        "v": toy.BF16,
-        "half": toy.BF16,
-        "codes": toy.FP8,
-        "codes_scale_inv": torch.float32,
-    }
+    dtypes = dict.fromkeys(tensors, toy.BF16)
+    dtypes |= {"codes": toy.FP8, "codes_scale_inv": torch.float32}
+    assert {n: dtype for n, (dtype, _) in sent.items()} == dtypes
     held = {n: t.dtype for s in found for n, t in s.announce(s.held_as)}
     assert held == {name: tensor.dtype for name, tensor in tensors.items()}
     assert not ranks_of(named_tensors(tensors), None)
@@ -312,9 +301,8 @@ def test_names_come_without_what_wrappers_add() -> None:
     model = nn.ModuleDict({"_orig_mod": nn.Linear(2, 4)})
     assert [name for name, _ in named_tensors(model)] == ["weight", "bias"]
     pairs = [("_orig_mod.w", torch.ones(2))]  # given by name, a name is the HF name
-    assert [name for name, _ in named_tensors(pairs)] == ["_orig_mod.w"]
-    assert [name for name, _ in named_tensors(dict(pairs))] == ["_orig_mod.w"]
-    assert [name for name, _ in named_tensors(iter(pairs))] == ["_orig_mod.w"]
+    for given in (pairs, dict(pairs), iter(pairs)):
+        assert [name for name, _ in named_tensors(given)] == ["_orig_mod.w"]
 
 
 def test_scales_come_behind_their_weight() -> None:
