@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0
 from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weight
@@ -21,7 +20,6 @@ from tests.trainer_bridge import moe_models
 from tests.trainer_bridge.fake_rank import LAYOUT
 from trainer_bridge import fp8_forward
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.fp8 import fp8_weights
 from trainer_bridge.fp8.engine_norms import convert_norms
 from trainer_bridge.fp8.fp8_forward import FP8Forward, convert_layers
 from trainer_bridge.fp8.fp8_layers import FP8Linear, convert
@@ -128,34 +126,43 @@ def test_models_of_which_nothing_is_converted() -> None:
     assert not any(map(computes, (model, moe, mla)))
 
 
-def test_a_layer_of_another_kind() -> None:
-    with pytest.raises(ValueError, match=r"a\.layer .* already"):  # called twice
-        converted(converted(linear()))
-    experts = tiny().model.layers[0].mlp.experts
-    experts.is_transposed = True
-    with pytest.raises(ValueError, match=r"a\.layer stores its experts .* transposed"):
-        converted(experts)
+def experts_of(**changes: Any) -> Any:
+    return tiny(**changes).model.layers[0].mlp.experts
 
 
-def test_experts_with_a_gate_of_their_own() -> None:
-    """Such as one that clamps, which would be dropped."""
-    clamped, other = (tiny().model.layers[0].mlp.experts for _ in range(2))
+def clamped() -> Any:
+    """Experts whose gate would be dropped."""
     gate = {"_apply_gate": lambda self, gate_up: gate_up.chunk(2, dim=-1)[0].clamp(max=1)}
-    clamped.__class__ = type("ClampedExperts", (type(clamped),), gate)
-    del other.act_fn
-    for experts in (clamped, other):
-        with pytest.raises(ValueError, match=r"a\.layer has a gate of its own"):
-            converted(experts)
+    experts = experts_of()
+    experts.__class__ = type("ClampedExperts", (type(experts),), gate)
+    return experts
 
 
-def test_a_layer_that_the_engine_pads() -> None:
-    for ragged in (linear(192), linear(384, 192)):
-        with pytest.raises(ValueError, match=r"192.* --fp8rl-ragged bf16"):
-            converted(ragged)
-    experts = tiny(moe_intermediate_size=64).model.layers[0].mlp.experts
-    assert experts.gate_up_proj.shape[1] == 128, "whole blocks, in which gate and up share one"
-    with pytest.raises(ValueError, match=r"64x256.* --fp8rl-ragged bf16"):
-        converted(experts)
+def changed(module: Any, **attributes: Any) -> Any:
+    vars(module).update(attributes)
+    return module
+
+
+RAGGED = " --fp8rl-ragged bf16"
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: converted(linear()), r"a\.layer .* already"),  # called twice
+        (lambda: changed(experts_of(), is_transposed=True), r"a\.layer stores .* transposed"),
+        (clamped, r"a\.layer has a gate of its own"),
+        (lambda: changed(experts_of(), _modules={}), r"a\.layer has a gate of its own"),
+        # what the engine pads; of the last, gate and up share a block
+        (lambda: linear(192), f"192.*{RAGGED}"),
+        (lambda: linear(384, 192), f"192.*{RAGGED}"),
+        (lambda: experts_of(moe_intermediate_size=64), f"64x256.*{RAGGED}"),
+    ],
+)
+def test_layers_that_are_refused(make: Callable[[], nn.Module], sentence: str) -> None:
+    module = make()
+    with pytest.raises(ValueError, match=sentence):
+        converted(module)
 
 
 # ---- forward and gradients
@@ -224,15 +231,13 @@ def error(found: Any, exact: Any) -> float:
     return float(np.abs(found.double().numpy() - wanted).max() / np.abs(wanted).max())
 
 
-def test_frozen_weights_and_inputs_without_gradients() -> None:
-    layer = converted(linear())
-    layer.weight.requires_grad_(False)
-    x = drawn(3, 256).requires_grad_()
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_weights_and_inputs_without_gradients(frozen: bool) -> None:
+    layer, x = converted(linear()), drawn(3, 256).requires_grad_(frozen)
+    layer.weight.requires_grad_(not frozen)
     layer(x).sum().backward()
-    assert x.grad is not None and layer.weight.grad is None and layer.bias.grad is not None
-    layer = converted(linear())
-    layer(drawn(3, 256)).sum().backward()
-    assert layer.weight.grad is not None
+    assert (x.grad is None, layer.weight.grad is None) == (not frozen, frozen)
+    assert layer.bias.grad is not None
 
 
 def test_gradients_of_gradients_are_refused() -> None:
@@ -286,19 +291,6 @@ def test_fp32_weights_under_autocast() -> None:
     assert torch.equal(high(x), fp8_linear(x, *quantize_weight(low.weight), low.bias))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
-        layers = nn.Sequential(converted(linear()), nn.GELU(), converted(linear(256, 384)))
-        x = drawn(9, 256).requires_grad_()
-        run(layers, x).sum().backward()
-        return [x.grad, *(p.grad for p in layers.parameters())]  # type: ignore[list-item]
-
-    plain = gradients(lambda layers, x: layers(x))
-    again = gradients(lambda layers, x: checkpoint(layers, x, use_reentrant=reentrant))
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
 def test_a_compiled_model_runs_these_layers_uncompiled() -> None:
     torch._dynamo.reset()
     layers = nn.Sequential(converted(linear()), nn.GELU(), converted(linear(256, 384)))
@@ -339,11 +331,6 @@ class UncountedSGD(torch.optim.Optimizer):
                 parameter.data.add_(1.0)
 
 
-def in_place(layer: nn.Linear) -> None:
-    with torch.no_grad():
-        layer.weight.mul_(2)
-
-
 def by_optimizer(layer: nn.Linear) -> None:
     layer.weight.grad = torch.ones_like(layer.weight)
     torch.optim.SGD([layer.weight], lr=1.0).step()
@@ -360,7 +347,7 @@ def doubled(layer: nn.Linear) -> dict[str, Tensor]:
 
 
 CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
-    "in place": in_place,
+    "in place": torch.no_grad()(lambda layer: layer.weight.mul_(2)),
     "by an optimizer": by_optimizer,
     "uncounted": lambda layer: UncountedSGD([layer.weight]).step(),
     "past torch, then sent": lambda layer: named_tensors(past_torch(layer)),
@@ -383,12 +370,7 @@ def test_codes_follow_the_weight(change: str) -> None:
     before = layer(x)
     CHANGES[change](layer)
     assert follows(layer) and not torch.equal(layer(x), before)
-
-
-def test_a_write_past_torch_is_not_seen() -> None:
-    """The documented limit."""
-    layer = converted(linear(bias=False))
-    assert follows(layer) and not follows(past_torch(layer))
+    assert not follows(past_torch(layer)), "the documented limit"
 
 
 def test_codes_follow_weights_that_last_for_one_forward() -> None:
@@ -435,7 +417,7 @@ def test_a_copy_has_codes_of_its_own() -> None:
     assert follows(layer)
     other = copy.deepcopy(layer)
     assert isinstance(other, FP8Linear)
-    in_place(other)
+    CHANGES["in place"](other)
     assert follows(other) and follows(layer)
 
 
@@ -452,14 +434,18 @@ def test_an_update_sends_the_codes(family: str) -> None:
             wanted[name], wanted[f"{name}_scale_inv"] = quantize_weight(tensor)
         else:
             wanted[name] = tensor
-    found = dict(hf_tensors(model))
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert tensor.dtype == found[name].dtype
-        assert torch.equal(tensor.view(torch.uint8), found[name].contiguous().view(torch.uint8))
+    check_same_bytes(dict(hf_tensors(model)), wanted)
     addresses = [t.data_ptr() for _, t in named_tensors(model)]
     torch.optim.SGD(model.parameters()).step()
     assert [t.data_ptr() for _, t in named_tensors(model)] == addresses  # engines read in place
+
+
+def check_same_bytes(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        bits, expected = (t.contiguous().view(torch.uint8) for t in (found[name], tensor))
+        assert torch.equal(bits, expected), name
 
 
 def hf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -485,27 +471,25 @@ def sums_of(model: Any, *, power_of_two: bool = False) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_the_check_compares_codes(family: str) -> None:
-    model, plain = tiny(family), tiny(family)
-    engine = FakeEngine(model)
+    model, sums = tiny(family), sums_of(tiny(family))
+    engine: Any = FakeEngine(model)
     fp8 = fp8_forward(model, engine)
-    engine.sums = sums_of(plain)
+    engine.sums = sums
     fp8.check(engine)
-
     name = fp8.names[3]
-    for place in (0, 1):  # controls: another code or scale, and a tensor too few
-        engine.sums = sums_of(plain)
-        engine.sums[name][place] += 1
-        with pytest.raises(EngineError, match=f"1 of .* {name}"):
+    code, scale = sums[name]
+    for wrong, why in (  # another code or scale, a tensor too few, and none
+        ({**sums, name: [code + 1, scale]}, f"1 of .* {name}"),
+        ({**sums, name: [code, scale + 1]}, f"1 of .* {name}"),
+        ({other: of for other, of in sums.items() if other != name}, name),
+        (None, "install the same"),
+    ):
+        engine.sums = wrong
+        with pytest.raises(EngineError, match=why):
             fp8.check(engine)
-    del engine.sums[name]
-    with pytest.raises(EngineError, match=name):
-        fp8.check(engine)
-    engine.sums = sums_of(plain)
+    engine.sums = sums
     torch.nn.init.normal_(next(p for n, p in model.named_parameters() if "o_proj" in n))
     with pytest.raises(EngineError, match=r"1 of .*self_attn\.o_proj"):
-        fp8.check(engine)
-    engine.sums = None  # type: ignore[assignment]
-    with pytest.raises(EngineError, match="install the same"):
         fp8.check(engine)
 
 
@@ -537,32 +521,23 @@ def test_a_list_of_engines_is_checked_whole() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_scales_of_an_engine_that_are_powers_of_two(family: str) -> None:
-    """Of weights and activations; the check tells an engine of the other format."""
-    ids, names = torch.arange(1, 33)[None], sorted(fp8_names(tiny(family)))
-    model, plain, at_powers = tiny(family), tiny(family), tiny(family)
+    """The check tells an engine of the other format."""
+    names, model, plain = sorted(fp8_names(tiny(family))), tiny(family), tiny(family)
     engine = FakeEngine(model, formats={BLOCK_FP8_UE8M0.name: names})
     fp8 = fp8_forward(model, engine)
-    named = dict(named_tensors(model))
-    scales = [t for name, t in named.items() if name.endswith("_scale_inv")]
+    scales = [t for name, t in named_tensors(model) if name.endswith("_scale_inv")]
     assert scales and all(bool((torch.frexp(t)[0] == 0.5).all()) for t in scales)
     fp8_forward(plain, FakeEngine(plain))
-    with torch.no_grad():
-        for name, parameter in at_powers.named_parameters():
-            if (codes := named.get(name)) is not None and codes.dtype == torch.float8_e4m3fn:
-                parameter.copy_(dequantize_weight(codes, named[f"{name}_scale_inv"]))
-    fp8_forward(at_powers, FakeEngine(at_powers))  # the same weights, and plain activations
-    logits = [each(ids).logits for each in (model, plain, at_powers)]
-    assert not torch.equal(logits[0], logits[1])
-    assert not torch.equal(logits[0], logits[2])
-    other: Any = FakeEngine(plain)
+    found, control = (each(torch.arange(1, 33)[None]).logits for each in (model, plain))
+    assert not torch.equal(found, control)
+    other = FakeEngine(plain)
     other.sums = engine.sums = sums_of(tiny(family), power_of_two=True)
     fp8.check(engine)
-    with pytest.raises(EngineError, match="computes in block-fp8 and this forward in block-fp8-ue"):
-        fp8.check(other)
     copy.deepcopy(fp8).check(engine)
     engine._layout["formats"] = {BLOCK_FP8.name: names}  # restarted, where it was
-    with pytest.raises(EngineError, match="computes in block-fp8 and this forward in block-fp8-ue"):
-        fp8.check(engine)
+    for each in (other, engine):
+        with pytest.raises(EngineError, match="in block-fp8 and this forward in block-fp8-ue"):
+            fp8.check(each)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -585,57 +560,34 @@ def test_a_linear_rounds_the_scales_of_its_activations_up(bias: bool) -> None:
 
 
 def test_attention_reads_what_the_engines_cache_stores() -> None:
+    """An INT8 cache is served by an engine that measured nothing, which is not asked for scales."""
     model, ids = tiny("qwen3"), torch.arange(1, 9)[None]
-    plain = model(ids).logits
     in_bf16 = FakeEngine(model)
-    engine: Any = FakeEngine(model, kv_cache={"layers": 2, "kv_heads": 2})
-    fp8 = fp8_forward(model, engine)
+    e4m3: Any = FakeEngine(model, kv_cache={**INT8_CACHE, "format": "e4m3"})
+    int8 = [FakeEngine(model, kv_cache=INT8_CACHE) for _ in range(2)]
+    fp8 = fp8_forward(model, e4m3)
     with_codes = model(ids).logits
-    engine.kv = {"pending": True, "scales": []}
+    e4m3.kv = {"pending": True, "scales": []}
     with pytest.raises(EngineError, match="after a rollout"):
-        fp8.sync_kv_scales(engine)
+        fp8.sync_kv_scales(e4m3)
     assert torch.equal(model(ids).logits, with_codes)
     rows = [[[0.3, 0.3], [0.2, 0.2]], [[0.1, 0.1], [0.5, 0.5]]]
-    engine.kv = {"pending": False, "scales": rows}
-    fp8.sync_kv_scales(engine)
-    expected = copy.deepcopy(model)
-    fake_quantize_kv(expected, [(0.3, 0.2), (0.1, 0.5)], BF16)
-    assert torch.equal(model(ids).logits, expected(ids).logits)
-    assert not torch.equal(model(ids).logits, with_codes)
-    fp8.sync_kv_scales(in_bf16)
-    assert torch.equal(model(ids).logits, with_codes) and not torch.equal(with_codes, plain)
-
-
-def test_attention_reads_what_int8_caches_store() -> None:
-    """An engine that has not measured anything serves it, and is not asked for scales."""
-    model, ids = tiny("qwen3"), torch.arange(1, 9)[None]
-    engines: list[Any] = [FakeEngine(model, kv_cache=INT8_CACHE) for _ in range(2)]
-    fp8 = fp8_forward(model, engines)
-    with_codes = model(ids).logits
-    fp8.sync_kv_scales(engines)
-    expected = copy.deepcopy(model)
-    fake_quantize_kv(expected, [None, None], BF16)
-    assert torch.equal(model(ids).logits, expected(ids).logits)
-    assert not torch.equal(model(ids).logits, with_codes)
-    e4m3: Any = FakeEngine(model, kv_cache={**INT8_CACHE, "format": "e4m3"})
-    e4m3.kv = {"pending": False, "scales": [[[0.3], [0.2]], [[0.1], [0.4]]]}
-    for others in ([e4m3, engines[0]], [engines[0], FakeEngine(model)]):
+    e4m3.kv = {"pending": False, "scales": rows}
+    of_layers: list[Any] = [(0.3, 0.2), (0.1, 0.5)]
+    for engines, kept in ((e4m3, of_layers), (int8, [None, None]), (e4m3, of_layers)):
+        fp8.sync_kv_scales(engines)
+        expected = copy.deepcopy(model)
+        fake_quantize_kv(expected, kept, BF16)
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+        assert not torch.equal(model(ids).logits, with_codes)
+    for others in ([e4m3, int8[0]], [int8[0], in_bf16]):
         with pytest.raises(EngineError, match=r"engine 1 differs from engine 0; .*same KV"):
             fp8.sync_kv_scales(others)
-    fp8.sync_kv_scales(e4m3)
-    assert not torch.equal(model(ids).logits, expected(ids).logits)
+    fp8.sync_kv_scales(in_bf16)
+    assert torch.equal(model(ids).logits, with_codes)
     unknown = FakeEngine(model, kv_cache={**INT8_CACHE, "format": "int4"})
     with pytest.raises(EngineError, match="kv_cache"):
         fp8.sync_kv_scales(unknown)
-
-
-def test_steps_are_counted_once() -> None:
-    """However many parameters have codes."""
-    converted(linear())
-    converted(linear())
-    before = fp8_weights._steps
-    UncountedSGD([nn.Parameter(torch.zeros(1))]).step()
-    assert fp8_weights._steps == before + 1
 
 
 # ---- norms

@@ -20,6 +20,7 @@ from tests.trainer_bridge import moe_models
 from tests.trainer_bridge.test_fp8_forward import (
     INT8_CACHE,
     FakeEngine,
+    check_same_bytes,
     fp8_names,
     hf_tensors,
     sums_of,
@@ -102,10 +103,7 @@ def steps(rank: int, folder: Path) -> None:
     found, wanted = dict(hf_tensors(model)), dict(hf_tensors(alone))
     for name in fp8.gathered_whole:  # an engine quantizes it, or the packer
         found[name], found[f"{name}_scale_inv"] = quantize_weight(found[name])
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+    check_same_bytes(found, wanted)
 
     fresh = tiny()
     fresh.load_state_dict({name: whole(p) for name, p in model.state_dict().items()})
