@@ -9,11 +9,7 @@ import torch
 from sgl_fp8rl.protocol.chunks import Piece
 from sgl_fp8rl.protocol.cuda_memory import Handle
 from trainer_bridge.transport import cuda_ipc
-from trainer_bridge.transport.cuda_ipc import (
-    Placement,
-    placement_of,
-    segments_message,
-)
+from trainer_bridge.transport.cuda_ipc import Placement, placement_of, segments_message
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 ALLOCATION = 1 << 12
@@ -74,16 +70,14 @@ def placed(tensors: list[torch.Tensor]) -> Placement:
 
 
 def test_parameters_of_one_allocation_share_its_handle(driver: Driver) -> None:
+    """One allocation begins where the one before it ends."""
     second = 2 * ALLOCATION
-    placement = placed(at(ALLOCATION + 64, ALLOCATION + 512, second, ALLOCATION))
+    tensors = at(ALLOCATION + 64, ALLOCATION + 512, second, ALLOCATION, second - 1)
+    placement = placed(tensors)
     assert placement.bases == (ALLOCATION, second)
     assert placement.handles == (driver.export(ALLOCATION), driver.export(second))
-    assert placement.spots == ((0, 64), (0, 512), (1, 0), (0, 0))
-
-
-def test_an_allocation_begins_where_the_one_before_it_ends(driver: Driver) -> None:
-    last = 2 * ALLOCATION - 1
-    assert placed(at(last, last + 1)).spots == ((0, ALLOCATION - 1), (1, 0))
+    assert placement.spots == ((0, 64), (0, 512), (1, 0), (0, 0), (0, ALLOCATION - 1))
+    assert placed(tensors).seed != placement.seed
 
 
 def test_memory_that_cannot_be_exported(driver: Driver) -> None:
@@ -108,31 +102,19 @@ def test_it_holds_what_has_not_moved(driver: Driver) -> None:
 HANDLE = Handle("ab" * 64, 4096, GPU)
 
 
-def test_what_ranks_are_told() -> None:
-    pieces = {"a": [Piece(0, 64, (0, 8))], "b": [Piece(0, 96, (0, 2)), Piece(1, 16, (2, 5))]}
-    told = segments_message(["s"], [HANDLE, HANDLE], pieces)
-    assert told["op"] == "segments"
-    assert told["handles"] == [HANDLE.to_json()] * 2
-    assert told["places"] == {"a": [[0, 64, 0, 8]], "b": [[0, 96, 0, 2], [1, 16, 2, 5]]}
-
-
 def test_its_name_changes_with_what_is_told() -> None:
     """Else a rank that knows the name would read elsewhere. Two processes may be given the same
     handle, and their seeds differ."""
     here, there = [Piece(0, 0, (0, 8))], [Piece(0, 4, (0, 8))]
     name = segments_message(["s"], [HANDLE], {"a": here})["name"]
     assert segments_message(["s"], [HANDLE], {"a": here})["name"] == name
-    names = {
-        name,
-        segments_message(["s"], [HANDLE], {"a": there})["name"],
-        segments_message(["s"], [HANDLE], {"b": here})["name"],
-        segments_message(["s"], [HANDLE], {"a": [*here, *here]})["name"],
-        segments_message(["s"], [replace(HANDLE, ipc="cd" * 64)], {"a": here})["name"],
-        segments_message(["t"], [HANDLE], {"a": here})["name"],
-        segments_message(["s", "t"], [HANDLE], {"a": here})["name"],
-    }
+    others = [
+        (["s"], [HANDLE], {"a": there}),
+        (["s"], [HANDLE], {"b": here}),
+        (["s"], [HANDLE], {"a": [*here, *here]}),
+        (["s"], [replace(HANDLE, ipc="cd" * 64)], {"a": here}),
+        (["t"], [HANDLE], {"a": here}),
+        (["s", "t"], [HANDLE], {"a": here}),
+    ]
+    names = {name, *(segments_message(*other)["name"] for other in others)}
     assert len(names) == 7
-
-
-def test_two_placements_have_two_seeds(driver: Driver) -> None:
-    assert placed(at(ALLOCATION)).seed != placed(at(ALLOCATION)).seed
