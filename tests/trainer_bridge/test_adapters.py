@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.trainer_bridge import moe_models, ranks
-from tests.trainer_bridge.test_fsdp import WORLD, failure, plain_engine
+from tests.trainer_bridge.test_fsdp import WORLD, failure, plain_engine, sharded
 from tests.trainer_bridge.test_hf_names import streamed
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.parameters import named_tensors
@@ -398,8 +398,7 @@ def merge_shards(rank: int, folder: Path) -> None:
     ):
         wanted = streamed(trained(config, family), torch.float32)
         model = trained(config, family)
-        for layer in model.get_base_model().model.layers:
-            fully_shard(layer)
+        sharded(model.get_base_model())
         fully_shard(model)
         before = {name: p.to_local().clone() for name, p in model.named_parameters()}
         logits_of(model)  # leaves the root's parameters whole, which are those of no step

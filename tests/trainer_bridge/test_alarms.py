@@ -45,12 +45,9 @@ def test_each_metric_alone_can_fire() -> None:
         ("masked_fraction", 0.51),
         ("kv_clipped", 0.0011),
     ):
-        assert names(**{metric: value}) == [metric]
         (alarm,) = check_alarms(HEALTHY | {metric: value})
-        assert isinstance(alarm, Alarm) and alarm.value == value
-        side = "above" if value > alarm.threshold else "below"
-        start = f"{metric} is {value:.4g}, {side} {alarm.threshold:.4g}: "
-        assert alarm.message == start + module.ADVICE[metric]
+        assert isinstance(alarm, Alarm) and (alarm.metric, alarm.value) == (metric, value)
+        assert module.ADVICE[metric] in alarm.message
         tried.add(metric)
     assert tried == set(module.ADVICE)
 

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.trainer_bridge import moe_models
-from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, run
+from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, run, sharded
 from tests.trainer_bridge.test_kv_calibrator import measured
 from trainer_bridge.kv import attention_hooks
 from trainer_bridge.kv.kv_calibrator import KVCalibrator
@@ -205,8 +205,8 @@ def test_a_forward_takes_its_mask_along(fails: bool) -> None:
 
 def test_each_watch_sees_its_own_model(unwatched: Callable[[], bool]) -> None:
     """A trainer has a reference model too; they may end in any order."""
-    policy, reference = tiny(), tiny(seed=1)
-    ids = tokens()
+    policy, reference, ids = tiny(), tiny(seed=1), tokens()
+    again = 3 * ids % VOCABULARY
     calibrators = [KVCalibrator.of(m) for m in (policy, reference, policy)]
     with torch.no_grad(), ExitStack() as first, ExitStack() as others:
         first.enter_context(calibrators[0].watch(policy))
@@ -214,17 +214,12 @@ def test_each_watch_sees_its_own_model(unwatched: Callable[[], bool]) -> None:
         others.enter_context(calibrators[2].watch(policy))
         policy(ids)
         first.close()
-        policy(3 * ids % VOCABULARY)
+        policy(again)
         reference(ids)
-    found = [measured(calibrator) for calibrator in calibrators]
-    again = by_hand(policy, 3 * ids % VOCABULARY)
-    expected = [
-        by_hand(policy, ids),
-        by_hand(reference, ids),
-        torch.maximum(by_hand(policy, ids), again),
-    ]
-    for one, oracle in zip(found, expected, strict=True):
-        assert off(one, oracle) < NEAR
+    expected = [by_hand(policy, ids), by_hand(reference, ids)]
+    expected.append(torch.maximum(expected[0], by_hand(policy, again)))
+    for calibrator, oracle in zip(calibrators, expected, strict=True):
+        assert off(measured(calibrator), oracle) < NEAR
     assert off(expected[0], expected[2]) > 0.01
 
 
@@ -357,10 +352,7 @@ def test_a_compiled_model_is_not_observed_by_halves() -> None:
 def watch_sharded(rank: int, folder: Path) -> None:
     """Each rank has a batch of its own; the scales are those of one process that has them all."""
     batches = [(tokens(r), padded(r == 0)) for r in range(WORLD)]
-    whole, model = tiny(), tiny()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    whole, model = tiny(), sharded(tiny())
     assert all(isinstance(p, DTensor) for p in model.parameters())
     for percentile in (None, 99.0):
         alone = KVCalibrator.of(whole, percentile=percentile)
@@ -384,10 +376,7 @@ def watch_sharded(rank: int, folder: Path) -> None:
     # in BF16, with checkpointing and a backward
     model = tiny().train()
     model.gradient_checkpointing_enable()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     calibrator = KVCalibrator.of(model, percentile=99.0)
     with calibrator.watch(model):
         model(batches[rank][0], use_cache=False).logits.sum().backward()

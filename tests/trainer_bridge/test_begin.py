@@ -55,20 +55,18 @@ def engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.guarantee("several-engines", fault="one of two engines hangs as it begins")
-def test_others_go_on_where_one_does_not_begin(engines: list[FakeEngine]) -> None:
+@pytest.mark.parametrize("require", [0, 1])
+def test_one_does_not_begin(engines: list[FakeEngine], require: int) -> None:
+    """The other one goes on, or nothing is lost where all must begin."""
     engines[1].takes_s = 60.0  # type: ignore[attr-defined]
-    result = update(toy.checkpoint(1), engines, version=1, require=1)
-    assert list(result.failed) == ["engine 1"]
-    assert serves(engines[0], 1, toy.checkpoint(1))
+    if require:
+        result = update(toy.checkpoint(1), engines, version=1, require=1)
+        assert list(result.failed) == ["engine 1"]
+    else:
+        with pytest.raises(EngineError, match="engine 1: no reply in time"):
+            update(toy.checkpoint(1), engines, version=1)
+    assert serves(engines[0], require, toy.checkpoint(require))
     assert serves(engines[1], 0, toy.checkpoint())
-
-
-@pytest.mark.guarantee("several-engines", fault="one of two engines hangs as it begins")
-def test_nothing_is_lost_where_one_must_begin_and_does_not(engines: list[FakeEngine]) -> None:
-    engines[1].takes_s = 60.0  # type: ignore[attr-defined]
-    with pytest.raises(EngineError, match="engine 1: no reply in time"):
-        update(toy.checkpoint(1), engines, version=1)
-    assert all(serves(each, 0, toy.checkpoint()) for each in engines)
 
 
 @pytest.mark.parametrize("in_flight", [ABORT, FINISH])

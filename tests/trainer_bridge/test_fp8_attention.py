@@ -2,6 +2,7 @@
 made by hand."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,12 +72,12 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) @ value
 
 
-def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **options: Any
+) -> Any:
     """As transformers' functions are called."""
-    found = scaled_dot_product_attention(
-        query, key, value, scale=options["scaling"], enable_gqa=True
-    )
-    return found, None
+    given: Any = {"is_causal": is_causal, "scale": options["scaling"], "enable_gqa": True}
+    return scaled_dot_product_attention(query, key, value, **given), None
 
 
 def drawn(seed: int, heads: int, spread: float) -> Tensor:
@@ -169,19 +170,13 @@ def test_attention_is_that_of_the_engines_decode(dim: int, dtype: torch.dtype) -
 
     def replayed(kind: str) -> Tensor:
         given = torch.nn.Module(), *(x.to(dtype) for x in (q, k, v))
+        causal = partial(attention, is_causal=True)
         found, _ = REPLAYS[kind].attend(causal, *given, scaling=scaling)
         return found.float()
 
     assert far(replayed("int8"), wanted) < DECODE_NEAR[dtype]
     if dtype != torch.float16:  # which E4M3's refuses
         assert far(replayed("e4m3"), wanted) > 5 * DECODE_NEAR[dtype]
-
-
-def causal(module: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Any:
-    found = scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return found, None
 
 
 def test_fp16_is_refused_of_codes() -> None:

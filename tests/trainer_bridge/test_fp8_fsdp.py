@@ -26,7 +26,7 @@ from tests.trainer_bridge.test_fp8_forward import (
     sums_of,
     tiny,
 )
-from tests.trainer_bridge.test_fsdp import WORLD, run, whole
+from tests.trainer_bridge.test_fsdp import WORLD, run, sharded, whole
 from trainer_bridge import fp8_forward
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.fp8.fp8_forward import convert_layers
@@ -39,12 +39,6 @@ UNEVEN = 192
 """Rows of each rank's part: not a multiple of 128."""
 GRADIENT_ERROR = 2.0**-5
 """Of a gradient that two ranks average, as a part of its largest element. Healthy: 0.0096."""
-
-
-def sharded(model: Any, **options: Any) -> Any:
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
 
 
 def tokens() -> Tensor:
@@ -70,6 +64,12 @@ def weights_seen(model: Any) -> Iterator[type]:
     yield from seen
 
 
+def check_gradients(model: Any, alone: Any) -> None:
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        error = (whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()
+        assert error < GRADIENT_ERROR, (name, error)
+
+
 def steps(rank: int, folder: Path) -> None:
     """Three optimizer steps of an MoE model, beside a model that is not sharded."""
     alone, model = tiny(), tiny()
@@ -90,9 +90,7 @@ def steps(rank: int, folder: Path) -> None:
         loss_of(model, mine).backward()
         loss_of(alone, tokens()).backward()
         if step == 0:
-            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-                error = (whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()
-                assert error < GRADIENT_ERROR, (name, error)
+            check_gradients(model, alone)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -132,10 +130,8 @@ def precisions(rank: int, folder: Path) -> None:
         for _ in range(2):  # micro-batches
             loss_of(model, mine).backward()
             loss_of(alone, tokens()).backward()
-        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-            assert p.grad.dtype == torch.float32
-            error = (whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()
-            assert error < GRADIENT_ERROR, (name, error)
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        check_gradients(model, alone)
 
 
 class Uneven(nn.Module):
@@ -153,10 +149,13 @@ class Uneven(nn.Module):
         return self.uneven(torch.tanh(self.even(x)))  # type: ignore[no-any-return]
 
 
+def inputs() -> Tensor:
+    return torch.randn(6, 256, generator=torch.Generator().manual_seed(0)).to(BF16)
+
+
 def uneven(rank: int, folder: Path) -> None:
     """What cannot be gathered as codes is gathered as it is, and follows every change."""
-    alone, model = Uneven(), fully_shard(Uneven())
-    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)).to(BF16)
+    alone, model, x = Uneven(), fully_shard(Uneven()), inputs()
     seen: list[Any] = []
     for layer in (model.even, model.uneven):
         layer.register_forward_pre_hook(lambda m, _: seen.append(type(m.weight)))
@@ -192,8 +191,7 @@ def uneven(rank: int, folder: Path) -> None:
 def one_rank_a_shard(rank: int, folder: Path) -> None:
     """HSDP whose shards are whole: FSDP2 gathers nothing, and codes are made of what it has."""
     mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
-    alone, model = Uneven(), fully_shard(Uneven(), mesh=mesh)
-    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)).to(BF16)
+    alone, model, x = Uneven(), fully_shard(Uneven(), mesh=mesh), inputs()
     for _ in range(2):
         y = model(x)
         assert torch.equal(y, alone(x))

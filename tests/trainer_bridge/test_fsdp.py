@@ -57,6 +57,13 @@ def toy_model(tensors: toy.Tensors) -> nn.Module:
     return toy.Model({n: t.clone() for n, t in tensors.items()}, lambda model, weights: None)
 
 
+def sharded(model: Any, **options: Any) -> Any:
+    """A transformer, by FSDP2: its blocks, then what is left."""
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
 def toy_trainer(tensors: toy.Tensors, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
     """By FSDP2, as it shards a transformer: its blocks, then what is left."""
     model = toy_model(tensors)

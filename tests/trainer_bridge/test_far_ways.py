@@ -1,22 +1,27 @@
-"""Updates of an engine on another host by NIXL: real sessions and transfers, ranks in threads."""
+"""Updates of an engine on another host by NIXL, and of a trainer on a GPU: real sessions and
+transfers, ranks in threads."""
 
 import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 from sgl_fp8rl.protocol import nixl_memory
 from sgl_fp8rl.protocol.nixl_memory import Writer
+from sgl_fp8rl.protocol.states import State
 from tests.fuzz.decoder import to_frames
 from tests.fuzz.frames import arrived
 from tests.fuzz.relay import BUCKET, CHUNK, threadless
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, sent
-from tests.trainer_bridge.test_matrix import Way
+from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, imaged, sent, step
+from tests.trainer_bridge.test_matrix import Way, on_gpu
 from tests.trainer_bridge.test_update import SMALL, holds
 from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import update
+from trainer_bridge.ways.far import Changes
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -74,3 +79,41 @@ def test_a_transfer_that_fails_ends_the_update(monkeypatch: pytest.MonkeyPatch) 
     assert not engine.memories.exposed, "what was on its way may not come into the next update"
     sent(engine, toy.checkpoint(2), 2)
     assert exposed not in engine.memories.exposed.values()
+
+
+# -- a trainer on a GPU, which quantizes weights there and compares them with the last image
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's."""
+    on_gpu(monkeypatch)
+
+
+def test_an_update_that_does_not_commit_leaves_the_image(gpu: None) -> None:
+    """NaN is found when all is sent, and before engines write the first byte."""
+    (engine,), tensors = imaged(), toy.checkpoint(0)
+    kept, bad = KEPT.connection_to(engine).base, step(tensors, 3)
+    bad["attn.q.weight"][0, 0] = torch.nan
+    with pytest.raises(EngineError, match="NaN"):
+        update(bad, engine, version=3)
+    assert {weights.state for weights in engine.ranks} == {State.SERVING}, "nothing was written"
+    assert KEPT.connection_to(engine).base == kept
+    assert sent(engine, step(tensors, 4), 4) < 0.1
+
+
+def test_an_image_that_the_gpu_has_no_room_for_fails_no_update(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (engine,), tensors = imaged(), toy.checkpoint(0)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Changes, "commit", full)
+        sent(engine, step(tensors, 1), 1)
+    assert KEPT.connection_to(engine).base is None
+    assert "--fp8rl-image-bytes" in caplog.text
+    parts = [sent(engine, step(tensors, version), version) for version in (2, 3)]
+    assert parts[0] >= 1 and parts[1] < 0.1
