@@ -224,14 +224,18 @@ def test_a_version_that_fails_is_not_in_the_chain(
     chain.bring(1, stepped)
 
 
-def test_an_engine_that_was_not_updated_says_no_formats(tmp_path: Path) -> None:
+def test_engines_that_cannot_publish_or_follow(tmp_path: Path) -> None:
     engine = engine_of(1)
     engine.ranks[0].table = None
     chain = Chain(tmp_path / "chain", engine)
-    with pytest.raises(ChainError, match="update it first"):
-        chain.publish(toy.checkpoint(0))
-    with pytest.raises(ChainError, match="no version yet"):
-        chain.follower.update(engine)
+    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: chain.publish(toy.checkpoint(0)), ChainError, "update it first"),
+        (lambda: chain.follower.update(engine), ChainError, "no version yet"),
+        (lambda: follow(tmp_path, "host:1"), EngineError, "http"),
+    ]
+    for call, error, why in calls:
+        with pytest.raises(error, match=why):
+            call()
 
 
 def test_a_status_that_says_too_little_is_named(
@@ -350,31 +354,24 @@ def test_tensors_that_are_not_those_of_the_index_are_refused(chain: Chain) -> No
     assert chain.follower.policy == Policy("r", 0)
 
 
-def test_a_folder_that_is_emptied_begins_a_new_chain(chain: Chain) -> None:
+def test_files_that_others_left(chain: Chain) -> None:
+    """An older copy of the index takes nothing back; those of a publisher that was killed go; and a
+    folder that is emptied begins a new chain."""
     chain.publish(toy.checkpoint(0))
     chain.bring(0, toy.checkpoint(0))
-    for path in chain.folder.iterdir():
-        path.unlink()
-    chain.publish(toy.checkpoint(1), first=1)
-    assert chain.links[0].anchor
-    chain.bring(1, toy.checkpoint(1))
-
-
-def test_an_older_copy_of_the_index_takes_nothing_back(chain: Chain) -> None:
-    chain.publish(toy.checkpoint(0))
     older = chain.index.read_text()
-    chain.publish(toy.checkpoint(1), first=1)
-    chain.follower.advance()
-    chain.index.write_text(older)
-    assert not chain.follower.advance() and chain.follower.policy == Policy("r", 1)
-
-
-def test_files_of_a_publisher_that_was_killed_go(chain: Chain) -> None:
-    chain.publish(toy.checkpoint(0))
     for name in ("1-delta-0.safetensors.zst", "1-delta-1.safetensors.zst.tmp"):
         (chain.folder / name).write_bytes(b"a part of it")
     chain.publish(toy.checkpoint(1), first=1)
     assert not list(chain.folder.glob("1-*"))
+    chain.follower.advance()
+    chain.index.write_text(older)
+    assert not chain.follower.advance() and chain.follower.policy == Policy("r", 1)
+    for path in chain.folder.iterdir():
+        path.unlink()
+    chain.publish(toy.checkpoint(2), first=2)
+    assert chain.links[0].anchor
+    chain.bring(2, toy.checkpoint(2))
 
 
 # -- following
@@ -436,32 +433,18 @@ def test_following_goes_on_through_faults(
     assert waits[:4] == [1.0, 2.0, 0.5, 1.0], "longer after each look that failed"
 
 
-def test_once_ends_also_where_an_engine_is_ahead(chain: Chain) -> None:
-    chain.publish(toy.checkpoint(0), first=3)
-    engines = [trained(), chain.engine]
-    update(toy.checkpoint(7), engines[0], version=5, run="r")
-    follow(chain.folder, engines, once=True)
-    assert holds(engines[0], toy.checkpoint(7)) and holds(engines[1], toy.checkpoint(0))
-
-
-def test_an_engine_that_is_gone_holds_up_no_other(chain: Chain) -> None:
-    gone, here = trained(), chain.engine
+def test_engines_that_are_ahead_or_gone_hold_up_no_other(chain: Chain) -> None:
+    ahead, gone, here = trained(), trained(), chain.engine
+    update(toy.checkpoint(7), ahead, version=5, run="r")
     chain.publish(toy.checkpoint(0), first=3)
     chain.follower.advance()
     gone.dead = ("status", "layout", "begin")
     with pytest.raises(EngineError, match="cannot be reached"):
-        chain.follower.serve([gone, here])
+        chain.follower.serve([gone, ahead, here])
     assert holds(here, toy.checkpoint(0))
     gone.dead = ()
-    assert chain.follower.serve([gone, here])
-    assert holds(gone, toy.checkpoint(0))
-
-
-def test_what_can_never_follow_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="http"):
-        follow(tmp_path, "host:1")
-    with pytest.raises(ChainError, match="above 0"):
-        follow(tmp_path, trained(), poll_s=-1.0)
+    follow(chain.folder, [gone, ahead, here], once=True)
+    assert holds(gone, toy.checkpoint(0)) and holds(ahead, toy.checkpoint(7))
 
 
 def of_two_ranks(rank: int, folder: Path) -> None:

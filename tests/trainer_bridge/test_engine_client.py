@@ -173,14 +173,6 @@ def test_what_is_no_reply_becomes_a_sentence(
     assert sentence in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_nobody_listens() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(EngineError, match=f"{address}.* is it up"):
-            connect(address).control({"op": "layout"})
-
-
 @pytest.mark.guarantee("several-engines", fault="a server that takes a message and does not answer")
 def test_a_server_that_hangs() -> None:
     """It has taken the request; others must not wait for it for ever."""
