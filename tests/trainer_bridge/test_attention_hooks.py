@@ -313,24 +313,16 @@ def test_masks_and_caches_that_do_not_fit() -> None:
             model(tokens(count=1), past_key_values=cache)
 
 
-@pytest.mark.parametrize(
-    ("layers", "heads", "sentence"), [(LAYERS, 4, "4 h"), (LAYERS - 1, KV_HEADS, "layer 2 .*2 lay")]
-)
-def test_a_calibrator_of_another_model(layers: int, heads: int, sentence: str) -> None:
-    model = tiny()
-    with (
-        torch.no_grad(),
-        KVCalibrator(layers, heads).watch(model),
-        pytest.raises(ValueError, match=sentence),
-    ):
-        model(tokens())
-
-
-def test_what_is_no_transformers_model() -> None:
-    model = nn.Linear(2, 2)
+def test_models_that_cannot_be_watched() -> None:
+    """Not those of another calibrator, and none that is not transformers'."""
+    model, other = tiny(), nn.Linear(2, 2)
+    for layers, heads, why in ((LAYERS, 4, "4 h"), (LAYERS - 1, KV_HEADS, "layer 2 .*2 lay")):
+        watched = KVCalibrator(layers, heads).watch(model)
+        with torch.no_grad(), watched, pytest.raises(ValueError, match=why):
+            model(tokens())
     for call in (KVCalibrator.of, lambda model: KVCalibrator(1, 1).watch(model).__enter__()):
         with pytest.raises(ValueError, match=r"Linear.*observe\(\)"):
-            call(model)
+            call(other)
 
 
 def test_a_compiled_model_is_not_observed_by_halves() -> None:

@@ -114,42 +114,23 @@ def content(bucket: Bucket) -> bytes:
 
 
 def test_it_is_opened_once_and_read_over_sessions(tmp_path: Path, way: Way, filled: Make) -> None:
-    """By every rank."""
-    ranks, bucket, put = [way.rank(tmp_path, sessions=3) for _ in range(2)], filled(), []
-    for _ in range(3):
+    """By every rank. Where one lost it all are told again, since all are told the same; and another
+    one takes its place."""
+    first, second = filled(), filled(2 * NBYTES)
+    assert first.name != second.name
+    ranks, put = [way.rank(tmp_path, sessions=5) for _ in range(2)], []
+    for number, bucket in enumerate([first] * 4 + [second]):
+        if number == 3:
+            ranks[1].memory.close()
         bucket.content.random_(256)
         put.append(content(bucket))
         way.send(bucket, ranks)
     for rank in ranks:
         rank.join()
         assert rank.chunks == put
-        wanted = ["hello", "bucket", "chunk", "commit", *["hello", "chunk", "commit"] * 2]
-        assert rank.ops() == wanted
-
-
-def test_ranks_that_lost_it_open_it_again(tmp_path: Path, way: Way, filled: Make) -> None:
-    """All are told, since all are told the same."""
-    stays, anew = (way.rank(tmp_path, sessions=2) for _ in range(2))
-    bucket = filled()
-    way.send(bucket, [stays, anew])
-    anew.memory.close()
-    bucket.content.random_(256)
-    way.send(bucket, [stays, anew])
-    for rank in (stays, anew):
-        rank.join()
-        assert rank.ops() == ["hello", "bucket", "chunk", "commit"] * 2
-        assert rank.chunks[1] == content(bucket)
-
-
-def test_another_one_takes_its_place(tmp_path: Path, way: Way, filled: Make) -> None:
-    first, second = filled(), filled(2 * NBYTES)
-    assert first.name != second.name
-    rank = way.rank(tmp_path, sessions=2)
-    way.send(first, [rank])
-    way.send(second, [rank])
-    rank.join()
-    assert rank.memory.known() == [second.name]
-    assert rank.chunks == [content(first), content(second)]
+        assert rank.memory.known() == [second.name]
+        again, anew = ["hello", "chunk", "commit"], ["hello", "bucket", "chunk", "commit"]
+        assert rank.ops() == [*anew, *again, *again, *anew, *anew]
 
 
 @pytest.mark.parametrize("answer", [refuse("bucket", "no memory"), hang_up("bucket")])

@@ -1,12 +1,9 @@
 """Which ranks of a larger job update together, and how long they wait for their leader."""
 
-import gc
 import os
 import pickle
 import time
-import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,6 @@ from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import sent, toy_model, toy_trainer
 from tests.trainer_bridge.test_update import engine_of
-from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks import collective
 from trainer_bridge.ranks.collective import Leader, check_ranks, ranks_of
 from trainer_bridge.sources import parameters
@@ -278,26 +274,3 @@ def all_cases(rank: int, folder: Path) -> None:
     for case in CASES:
         case(rank)
         ranks.meet(rank, folder, case.__name__, WORLD)
-
-
-def test_what_failed_is_freed_at_once() -> None:
-    """A bucket of a gigabyte would otherwise wait for Python's garbage collection."""
-
-    class Bucket:
-        pass
-
-    def fail(bucket: Bucket) -> None:
-        raise EngineError("NaN")
-
-    def update() -> "weakref.ref[Bucket]":
-        bucket, leader = Bucket(), Leader(())
-        leader.attempt(fail, bucket)
-        with suppress(EngineError):
-            leader.share(None)
-        return weakref.ref(bucket)
-
-    gc.disable()
-    try:
-        assert update()() is None
-    finally:
-        gc.enable()

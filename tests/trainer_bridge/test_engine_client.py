@@ -250,11 +250,18 @@ def engine(loop: asyncio.AbstractEventLoop) -> Engine:
 
 
 def test_an_engine_of_this_process(engine: Engine) -> None:
+    """Prompts are tokenized where their ids are wanted."""
     client = connect(engine)
     assert isinstance(client, InProcessEngine)
     assert client.control({"op": "layout"}) == {"echo": {"op": "layout"}}
-    replies = client.sample([{"input_ids": [1]}, {"input_ids": [2]}])
-    assert replies == [{"output_ids": [1]}, {"output_ids": [2]}]
+    request = {"text": "bc", "return_prompt_token_ids": True, "stream": False}
+    tokenized = {"output_ids": [98, 99], "prompt_token_ids": [98, 99]}
+    assert client.sample([request, {"input_ids": [1]}]) == [tokenized, {"output_ids": [1]}]
+    assert engine.calls == [{"input_ids": [98, 99], "stream": False}, {"input_ids": [1]}]
+    assert request["text"] == "bc"  # the caller's request is left alone
+    engine.tokenizer_manager.tokenizer = None
+    with pytest.raises(EngineError, match="pass prompts as token ids"):
+        client.sample([{"text": "a"}])
 
 
 def test_an_engine_of_this_process_waits_for_no_other(engine: Engine) -> None:
@@ -307,15 +314,6 @@ def test_a_generation_that_takes_too_long_is_cancelled(engine: Engine) -> None:
     assert engine.running == 0
 
 
-def test_prompts_are_tokenized_where_their_ids_are_wanted(engine: Engine) -> None:
-    request = {"text": "bc", "return_prompt_token_ids": True, "stream": False}
-    assert connect(engine).sample([request]) == [
-        {"output_ids": [98, 99], "prompt_token_ids": [98, 99]}
-    ]
-    assert engine.calls == [{"input_ids": [98, 99], "stream": False}]
-    assert request["text"] == "bc"  # the caller's request is left alone
-
-
 def test_a_call_on_the_loop_that_runs_it_is_refused(engine: Engine) -> None:
     def refuse(coroutine: Coroutine[Any, Any, Any]) -> None:
         coroutine.close()
@@ -325,9 +323,3 @@ def test_a_call_on_the_loop_that_runs_it_is_refused(engine: Engine) -> None:
     with pytest.raises(EngineError, match="another thread") as caught:
         connect(engine).sample([{"input_ids": [1]}])
     assert caught.value.status == 409
-
-
-def test_text_needs_a_tokenizer(engine: Engine) -> None:
-    engine.tokenizer_manager.tokenizer = None
-    with pytest.raises(EngineError, match="pass prompts as token ids"):
-        connect(engine).sample([{"text": "a"}])
