@@ -20,7 +20,7 @@ from tests.trainer_bridge import moe_models
 from tests.trainer_bridge.fake_rank import LAYOUT
 from trainer_bridge import fp8_forward
 from trainer_bridge.engines.engine_client import EngineError
-from trainer_bridge.fp8.engine_norms import convert_norms
+from trainer_bridge.fp8.engine_norms import EngineNorm, convert_norms
 from trainer_bridge.fp8.fp8_forward import FP8Forward, convert_layers
 from trainer_bridge.fp8.fp8_layers import FP8Linear, convert
 from trainer_bridge.kv.fp8_attention import fake_quantize_kv
@@ -95,6 +95,7 @@ def test_the_layers_that_the_engine_keeps_in_fp8() -> None:
     assert isinstance(fp8, FP8Forward) and set(fp8.names) == names and fp8.gathered_whole == []
     assert dict(model.named_parameters()).keys() == before.keys() == model.state_dict().keys()
     assert all(p is before[name] for name, p in model.named_parameters())
+    assert isinstance(model.model.layers[0].input_layernorm, EngineNorm)
     computing = {name for name, m in model.named_modules() if hasattr(m, "fp8_parameters")}
     assert "model.layers.0.mlp.experts" in computing and "model.layers.0.mlp.gate" not in computing
     assert "lm_head" not in computing and "model.layers.1.self_attn.o_proj" not in computing
@@ -594,32 +595,19 @@ def test_attention_reads_what_the_engines_cache_stores() -> None:
 
 
 def test_norms_round_once_behind_the_weight() -> None:
-    """Against float64; the control is transformers' own, which rounds twice."""
-    torch.manual_seed(0)
-    model = tiny("qwen3")
-    norm = model.model.layers[0].input_layernorm
+    """Against float64; the control is transformers' own, which rounds twice. One in FP32, as under
+    autocast, rounds as the engine does."""
+    norm, high = (tiny("qwen3").model.layers[0].input_layernorm for _ in range(2))
     with torch.no_grad():
-        norm.weight.copy_(1 + 0.3 * torch.randn(norm.weight.shape))
+        norm.weight.copy_(1 + 0.3 * drawn(*norm.weight.shape, seed=1))
+        high.float().weight.copy_(norm.weight.float() * (1 + 2.0**-10))  # rounds to the other's
     x = drawn(64, norm.weight.shape[0])
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     expected = (exact * norm.weight.double()).to(BF16)
     assert norm.variance_epsilon == 1e-6
     assert (norm(x) != expected).float().mean() > ROUNDED_TWICE
-    fp8_forward(model, FakeEngine(model))
-    assert (norm(x) != expected).float().mean() < ROUNDED_ONCE
-    assert isinstance(norm, nn.Module) and "input_layernorm.weight" in dict(
-        model.model.layers[0].named_parameters()
-    )
-
-
-def test_norms_of_fp32_round_as_the_engine_does() -> None:
-    """As the parameters and residuals under autocast are."""
-    norm, low = (tiny("qwen3").model.layers[0].input_layernorm for _ in range(2))
-    x = drawn(64, norm.weight.shape[0])
-    with torch.no_grad():
-        low.weight.copy_(1 + 0.3 * drawn(*norm.weight.shape, seed=1))
-        norm.float().weight.copy_(low.weight.float() * (1 + 2.0**-10))  # rounds to the other's
-    for each in (norm, low):
+    for each in (norm, high):
         assert convert_norms(each, BF16) == 1
-    assert norm(x.float()).dtype == torch.float32
-    assert torch.equal(norm(x.float()), low(x).float())
+    assert (norm(x) != expected).float().mean() < ROUNDED_ONCE
+    assert high(x.float()).dtype == torch.float32
+    assert torch.equal(high(x.float()), norm(x).float())
