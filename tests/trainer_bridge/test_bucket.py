@@ -220,18 +220,6 @@ def test_host_memory_is_freed_with_its_owner(closes: bool) -> None:
     assert Held().since(before) == (0, 0)
 
 
-def test_a_rank_reads_on_when_the_owner_is_gone(tmp_path: Path) -> None:
-    """What a trainer's end leaves to a rank that is in the middle of a chunk."""
-    rank, bucket, way = Rank(tmp_path), Bucket(NBYTES), Way(HOST)
-    bucket.content.fill_(5)
-    way.send(bucket, [rank])
-    rank.join()
-    bucket.close()
-    del bucket
-    gc.collect()
-    assert rank.read() == bytes([5]) * NBYTES
-
-
 def test_memory_that_no_machine_has() -> None:
     before = Held()
     with pytest.raises(EngineError, match=str(1 << 62)):

@@ -20,7 +20,7 @@ from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
-from tests.trainer_bridge.test_far_engine import step
+from tests.trainer_bridge.test_far_engine import interrupted, step
 from tests.trainer_bridge.test_fsdp import failure, toy_trainer
 from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge import update
@@ -331,12 +331,7 @@ def test_a_publisher_that_is_interrupted_behind_its_index(chain: Chain) -> None:
     chain.publish(tensors)
     chain.bring(0, tensors)
 
-    def write_and_stop(*arguments: Any) -> None:
-        write_index(*arguments)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(publisher_module, "write_index", write_and_stop)
+    with interrupted(publisher_module, "write_index", lambda *given: write_index(*given) is None):
         chain.publish(swapped(tensors), first=1)
     chain.bring(1, swapped(tensors))
     chain.publish(step(tensors, 2), first=2)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_rank(rank: int, folder: Path) -> None:
-    """Read this rank's rows of each case, and write what it got or what was raised."""
+def of_rank(rank: int, folder: Path, cases: dict[str, Any]) -> None:
+    """Write what this rank got of its rows of each case, or what was raised."""
     results: dict[str, Any] = {}
-    for name, of_ranks in json.loads((folder / "cases.json").read_text()).items():
+    for name, of_ranks in cases.items():
         case = of_ranks[rank]
         rows = case["rollout"]
         versions = pad(case["versions"], 77, torch.int64)
@@ -45,8 +46,7 @@ def of_rank(rank: int, folder: Path) -> None:
 
 
 def run_on_two_ranks(folder: Path, cases: dict[str, Any]) -> list[dict[str, Any]]:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    ranks.run(of_rank, folder, 2, COLLECTIVE_TIMEOUT_S)
+    ranks.run(partial(of_rank, cases=cases), folder, 2, COLLECTIVE_TIMEOUT_S)
     return [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(2)]
 
 

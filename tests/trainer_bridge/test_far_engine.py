@@ -4,14 +4,14 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
-from sgl_fp8rl.ops.delta import apply
 from sgl_fp8rl.protocol import framing, image
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
@@ -141,6 +141,21 @@ def failing_in_chunk(number: int, how: str) -> Iterator[None]:
         patch.setattr(socket.socket, "sendall", sendall)
         yield
     assert sent >= number
+
+
+@contextmanager
+def interrupted(owner: Any, name: str, where: Callable[..., bool]) -> Iterator[None]:
+    """Ctrl-C in the place of a call that ``where`` chooses by its arguments."""
+    whole = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        if where(*args):
+            raise KeyboardInterrupt
+        return whole(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, call)
+        yield
 
 
 @pytest.mark.guarantee("quarantine", fault="the network stalls or breaks in the middle of a chunk")
@@ -312,20 +327,15 @@ def test_a_change_that_is_torn_changes_nothing(how: str, chunk: int) -> None:
 
 
 @pytest.mark.guarantee("all-or-none", fault="the trainer is interrupted between two commits")
-def test_changes_are_not_undone_after_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_are_not_undone_after_the_decision() -> None:
     """One engine has committed, so the other one must not go back to the version before."""
     engines, tensors = imaged(2), step(toy.checkpoint(0), 1)
 
-    def interrupted(calls: Any) -> Any:
-        for call in calls.values():
-            if call.func.__name__ == "commit":
-                call()
-                raise KeyboardInterrupt
-        return at_once(calls)
+    def one_commits(calls: Any) -> bool:
+        commits = [call for call in calls.values() if call.func.__name__ == "commit"]
+        return bool(commits) and commits[0]() is None
 
-    at_once = transaction._at_once
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(transaction, "_at_once", interrupted)
+    with interrupted(transaction, "_at_once", one_commits):
         update(tensors, engines, version=1)
     states = [(w.state, w.policy.version) for engine in engines for w in engine.ranks]
     assert states[0] == (State.SERVING, 1) and states[1][0] is State.QUARANTINED
@@ -447,35 +457,26 @@ def test_streams_go_on_after_an_engine_that_was_not_reached(
     assert part < 0.1
 
 
-def test_a_commit_whose_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C: the engine holds an update that its trainer has no image of."""
-    (engine,), before, ask = imaged(tp=2), toy.checkpoint(0), RelayClient.ask
+def test_a_commit_whose_answer_is_lost() -> None:
+    """The engine holds an update that its trainer has no image of."""
+    (engine,), before = imaged(tp=2), toy.checkpoint(0)
 
-    def interrupted(self: RelayClient, message: dict[str, Any], fds: Any = ()) -> Any:
-        if message["op"] != "commit":
-            return ask(self, message, fds)
-        self.send(message, fds)
-        raise KeyboardInterrupt
+    def commits(client: RelayClient, message: dict[str, Any], fds: Any = ()) -> bool:
+        return message["op"] == "commit" and client.send(message, fds) is None
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RelayClient, "ask", interrupted)
+    with interrupted(RelayClient, "ask", commits):
         update(step(before, 1), engine, version=1)
     assert sent(engine, before, 2) >= 1
 
 
-def test_an_image_whose_change_is_interrupted_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C on the trainer; an engine that was not in this update still has the one before."""
-    engines, tensors, left = imaged(2), toy.checkpoint(0), [3]
+def test_an_image_whose_change_is_interrupted_is_no_image() -> None:
+    """On the trainer; an engine that was not in this update still has the one before."""
+    engines, tensors, calls = imaged(2), toy.checkpoint(0), count(1)
 
-    def interrupted(content: torch.Tensor, delta: torch.Tensor) -> None:
-        if threading.current_thread() is threading.main_thread():
-            left[0] -= 1
-            if not left[0]:
-                raise KeyboardInterrupt
-        apply(content, delta)
+    def third(content: torch.Tensor, delta: torch.Tensor) -> bool:
+        return threading.current_thread() is threading.main_thread() and next(calls) == 3
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(image, "apply", interrupted)
+    with interrupted(image, "apply", third):
         update(step(tensors, 1), engines[0], version=1)
     for version, engine in enumerate(reversed(engines), 2):
         assert sent(engine, step(tensors, 2), version) >= 1
