@@ -1,5 +1,4 @@
-"""Attention to what a KV cache of 8 bits stores, against float64, the oracle's E4M3 and INT8 codes
-made by hand."""
+"""Attention to what a KV cache of 8 bits stores, against float64 and the oracles' codes."""
 
 import copy
 from functools import partial
@@ -13,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sgl_fp8rl.ops.kv import STATS, Cache, store_kv
 from sgl_fp8rl.ops.kv_int8 import rotate_queries
 from sgl_fp8rl.ops.paged_decode import Pages, attend
-from tests import oracle
+from tests import kv_int8_oracle, oracle
 from tests.trainer_bridge.test_attention_hooks import ATTENTIONS, LAYERS, padded, seen, tiny, tokens
 from trainer_bridge.kv import attention_hooks
 from trainer_bridge.kv.fp8_attention import FakeQuantizedKV, fake_quantize_kv
@@ -42,20 +41,12 @@ def stored(x: Tensor, scale: float) -> Tensor:
 
 def stored_in_int8(x: Tensor, is_key: bool) -> Tensor:
     """What an INT8 cache holds, in float64, and of K rotated back."""
-    dim = x.shape[-1]
-    block = min(dim & -dim, 256)
-    bits = [[(i & j).bit_count() for j in range(block)] for i in range(block)]
-    hadamard = np.kron(np.eye(dim // block), (-1.0) ** np.array(bits) / block**0.5)
-    given = x.detach().double().numpy()
-    turned = given @ hadamard if is_key else given
-    # of K, in units of the scale: the products above are sums of BF16 values, exact in FP32
-    least = (np.abs(turned).max(-1, keepdims=True).astype(np.float32) / np.float32(127)).astype(
-        float
-    )
-    mantissa, exponent = np.frexp(least)
-    scale = np.clip(np.ldexp(np.ceil(16 * mantissa) / 16, exponent), 2.0**-20, 2.0**9)
-    held = np.clip(np.rint(turned.astype(np.float32) / scale.astype(np.float32)), -127, 127) * scale
-    return torch.from_numpy(held @ hadamard if is_key else held)
+    found = []
+    for head in x.detach().float().numpy().reshape(-1, x.shape[-1]):
+        codes, scale = kv_int8_oracle.encode(kv_int8_oracle.rotated(head) if is_key else head)
+        found.append(codes * float(scale))
+    values = np.array(found).reshape(x.shape)
+    return torch.from_numpy(values @ kv_int8_oracle.matrix(x.shape[-1]) if is_key else values)
 
 
 def held(kind: str, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
