@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_hf_names import planned, streamed
-from tests.trainer_bridge.test_sender import layout
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import ranks_of
@@ -106,7 +106,7 @@ def update_toy(rank: int, folder: Path) -> None:
         (model, object(), 2, "is not an engine"),
         (model, "host:1", 2, "is not an address"),
         *(
-            (model, Broken(fault), 2, str(fault))
+            (model, Mock(control=Mock(side_effect=fault)), 2, str(fault))
             for fault in (KeyError("op"), ValueError("unknown"), EngineError("gone", 502))
         ),
     ]
@@ -191,20 +191,6 @@ def update_tied(rank: int, folder: Path) -> None:
     assert "on rank 1: norm.weight has no data here" in found[1]
     assert engine is None or {w.state.value for w in engine.ranks} == {"serving"}
     assert engine is None or holds(engine, tensors)
-
-
-class Broken:
-    """An engine client that fails in a way of its own."""
-
-    def __init__(self, fault: Exception) -> None:
-        self.fault = fault
-
-    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
-        if message["op"] == "layout":
-            return layout(state="serving", bucket_bytes=1 << 20)
-        raise self.fault
-
-    generate = control
 
 
 @pytest.mark.timeout(180)
