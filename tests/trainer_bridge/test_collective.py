@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -18,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.sgl_fp8rl.receiver import toy
-from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
+from tests.trainer_bridge.test_begin import Slow
 from tests.trainer_bridge.test_fsdp import sent, toy_model, toy_trainer
 from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge.ranks import collective
@@ -30,16 +29,7 @@ from trainer_bridge.updates.update import RUN, update
 
 WORLD = 4
 SHORT_S = 8
-"""Timeout of the trainer's own collectives: less than an update may wait for requests."""
-
-
-class Slow(FakeEngine):
-    """Requests in flight take longer to finish than the trainer's collectives may."""
-
-    def control(self, message: dict[str, object], timeout_s: float = 9.0) -> dict[str, object]:
-        if message["op"] == "begin":
-            time.sleep(SHORT_S + 4)
-        return super().control(message)
+"""Timeout of the trainer's own collectives: requests in flight may take longer to finish."""
 
 
 def of_all_kinds(rank: int) -> None:
@@ -53,7 +43,9 @@ def of_all_kinds(rank: int) -> None:
         (0, toy_trainer(tensors, grid)),
         (0, DistributedDataParallel(toy_model(tensors).requires_grad_(True))),
     ):
-        engine = (Slow if first else FakeEngine)(engine_of(1).ranks) if rank == first else None
+        engine = Slow(engine_of(1).ranks) if rank == first else None
+        if engine is not None and first:
+            engine.takes_s = SHORT_S + 4.0
         assert not weights or sent(weights, tensors, engine, version=0).bytes > 0
 
 

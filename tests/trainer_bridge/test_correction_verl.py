@@ -289,45 +289,37 @@ def test_the_loss_and_its_gradient_are_those_of_verl(name: str) -> None:
     algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl's losses need more")
     options, batch = verl_options(name), BATCHES["far"]
     generator = torch.Generator().manual_seed(2)
-    advantages_BT = torch.randn(batch["mask"].shape, generator=generator, **DOUBLE)
-    moved_BT = batch["trainer"] + torch.randn(batch["mask"].shape, generator=generator, **DOUBLE)
-    moved_BT.clamp_(max=0.0)
+    shape = 2, *batch["mask"].shape
+    advantages_BT, noise_BT = torch.randn(shape, generator=generator, **DOUBLE)
+    logprobs_BT = (batch["trainer"] + noise_BT).clamp(max=0.0).requires_grad_()
+
+    config, seen_BT = CorrectionConfig.from_verl(options), batch["trainer"]
+    if config.bypass_mode:
+        seen_BT = logprobs_BT.detach()
+    correction = correct_logprobs(seen_BT, batch["rollout"], batch["mask"], config)
+    losses_BT = policy_loss(logprobs_BT, advantages_BT, correction)
+    mine = losses_BT.sum() / correction.mask_BT.sum().clamp(min=1)
 
     class Config(dict[str, Any]):
         clip_ratio = clip_ratio_low = clip_ratio_high = 0.2
         global_batch_info: dict[str, Any] = {}  # noqa: RUF012
         policy_loss = {"rollout_correction": options}  # noqa: RUF012
 
-    losses, gradients = [], []
-    for mine in (True, False):
-        logprobs_BT = moved_BT.clone().requires_grad_()
-        if mine:
-            seen_BT = logprobs_BT.detach() if options["bypass_mode"] else batch["trainer"]
-            correction = correct_logprobs(
-                seen_BT, batch["rollout"], batch["mask"], CorrectionConfig.from_verl(options)
-            )
-            losses_BT = policy_loss(logprobs_BT, advantages_BT, correction)
-            loss = losses_BT.sum() / correction.mask_BT.sum().clamp(min=1)
-        else:
-            mask_BT = batch["mask"].double()
-            old_BT = batch["rollout"] if options["bypass_mode"] else batch["trainer"]
-            rest: dict[str, Any] = {"loss_agg_mode": "token-mean", "config": Config()}
-            if options["bypass_mode"]:
-                function = algos.compute_policy_loss_bypass_mode
-            else:
-                function = algos.compute_policy_loss_vanilla
-                found = run_verl(batch, options)
-                assert found is not None
-                weights_BT, kept_BT, _ = found
-                mask_BT, rest = kept_BT.double(), rest | {"rollout_is_weights": weights_BT}
-            arguments = old_BT, logprobs_BT, advantages_BT, mask_BT
-            loss, _ = function(*arguments, **rest)
-            loss = loss.nan_to_num(0.0)  # everything was rejected
-        losses.append(loss.detach())
-        (gradient,) = torch.autograd.grad(loss, logprobs_BT)
-        gradients.append(gradient.nan_to_num(0.0))
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-9)
+    rest: dict[str, Any] = {"loss_agg_mode": "token-mean", "config": Config()}
+    if config.bypass_mode:
+        of_rollout = batch["rollout"], logprobs_BT, advantages_BT, batch["mask"].double()
+        theirs, _ = algos.compute_policy_loss_bypass_mode(*of_rollout, **rest)
+    else:
+        found = run_verl(batch, options)
+        assert found is not None
+        weights_BT, kept_BT, _ = found
+        of_trainer = batch["trainer"], logprobs_BT, advantages_BT, kept_BT.double()
+        rest |= {"rollout_is_weights": weights_BT}
+        theirs, _ = algos.compute_policy_loss_vanilla(*of_trainer, **rest)
+    theirs = theirs.nan_to_num(0.0)  # everything was rejected
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-9)
+    gradients = [torch.autograd.grad(loss, logprobs_BT)[0] for loss in (mine, theirs)]
+    torch.testing.assert_close(*(g.nan_to_num(0.0) for g in gradients), rtol=1e-5, atol=1e-9)
 
 
 def record() -> None:
