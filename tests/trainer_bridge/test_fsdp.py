@@ -20,6 +20,7 @@ from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_hf_names import planned, streamed
+from tests.trainer_bridge.test_sender import layout
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import ranks_of
@@ -100,13 +101,14 @@ def update_toy(rank: int, folder: Path) -> None:
     name, sentence, status = failure(lambda: update(model, engine, version=1))
     assert (name, status) == ("EngineError", 400) and "version 1 is not newer" in sentence
     some = {n: t for n, t in named.items() if n != "norm.weight"}
+    known = layout(state="serving", bucket_bytes=1 << 20)
     faults: list[tuple[Any, Any, int, str]] = [
         (some, engine, 2, "missing: norm.weight"),
         (model, engine, -1, "whole number"),
         (model, object(), 2, "is not an engine"),
         (model, "host:1", 2, "is not an address"),
         *(
-            (model, Mock(control=Mock(side_effect=fault)), 2, str(fault))
+            (model, Mock(control=Mock(side_effect=[known, *[fault] * 9])), 2, str(fault))
             for fault in (KeyError("op"), ValueError("unknown"), EngineError("gone", 502))
         ),
     ]
