@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 from sglang.srt.platforms.cuda import CudaSRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.radix_attention import RadixAttention

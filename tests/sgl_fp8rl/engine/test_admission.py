@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 from sglang.srt.managers.io_struct import (
     GenerateReqInput,

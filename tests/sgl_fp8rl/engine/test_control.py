@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,

@@ -22,7 +22,6 @@ BOUNDS = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
 
 @pytest.fixture
 def kernels() -> Any:
-    import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
     from sgl_fp8rl.engine.cpu import cpu_kernels
 

@@ -7,7 +7,6 @@ kernels are their references. Around them are layers of the form that SGLang's h
 from typing import Any
 
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 import torch.distributed as dist
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn

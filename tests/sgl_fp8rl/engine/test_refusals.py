@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 from fastapi import FastAPI
 from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput, CheckWeightsReqInput

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.control.retraction import fits, refuse_waiting, retract

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.server_args import prepare_server_args
 

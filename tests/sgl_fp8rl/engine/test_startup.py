@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization import fp8_utils
 from torch import nn

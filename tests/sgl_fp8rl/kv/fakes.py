@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn

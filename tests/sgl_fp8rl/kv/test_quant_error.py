@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode

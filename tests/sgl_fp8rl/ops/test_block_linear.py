@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 import torch.nn.functional as F
 

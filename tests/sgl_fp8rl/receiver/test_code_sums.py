@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.receiver import code_sums
