@@ -34,18 +34,3 @@ def test_problems_are_sums_and_held_out_ones_are_never_trained_on() -> None:
     shown = {chat_task.asked(terms) for terms in chat_task.SHOWN}
     assert not shown & {p.prompt for p in chat_task.draw_problems(20_000, "all")}
     assert chat_task.draw_problems(5, "0 step 3") == training[:5]
-
-
-def test_a_chat_is_the_shown_sums_and_the_problem() -> None:
-    class Tokenizer:
-        def apply_chat_template(self, chat: list[dict[str, str]], **_: bool) -> str:
-            return "".join(f"{turn['role']}: {turn['content']}\n" for turn in chat)
-
-        def __call__(self, text: str, add_special_tokens: bool) -> "Tokenizer":
-            self.input_ids = list(text.encode())
-            return self
-
-    chat = bytes(chat_task.encode(Tokenizer(), "1 + 2 + 3")).decode()
-    roles = [line.partition(": ")[0] for line in chat.splitlines()]
-    assert roles == ["user", "assistant"] * len(chat_task.SHOWN) + ["user"]
-    assert chat.splitlines()[-1] == "user: 1 + 2 + 3"

@@ -75,12 +75,6 @@ def test_a_pair_that_does_not_agree_is_not_timed() -> None:
         kernels_pair.measurements([pair], 4.0)
 
 
-def test_calls_go_round_as_many_tensors_as_fit() -> None:
-    assert kernels_pair.sets_of(2 * 4096) == kernels_pair.LAYERS == 36
-    assert kernels_pair.sets_of(1 << 30) == 12
-    assert kernels_pair.sets_of(1 << 40) == 2
-
-
 def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, tmp_path / "log")
     monkeypatch.setattr(measuring, "copy_tb_s", lambda: 4.0)

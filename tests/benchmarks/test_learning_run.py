@@ -1,6 +1,5 @@
 """One run: learning in parts, planted outliers, and a curve that a kill does not change."""
 
-import json
 import math
 import random
 import time
@@ -215,14 +214,6 @@ def test_a_study_has_the_same_settings_and_commit_throughout(
     assert go_on(tmp_path, **engine)
     rows = rows_of(tmp_path / "fp8-tis-1" / LOG)
     assert [row["step"] for row in rows if row["kind"] == "engine"] == [0, EVERY]
-
-
-def test_the_number_of_steps_may_be_chosen_after_the_start(tmp_path: Path) -> None:
-    for settings in (SMALL, SMALL | {"steps": 2}):
-        args = Namespace(state=tmp_path, size="tiny", settings=settings)
-        assert open_study(args).settings.steps == settings["steps"]
-        kept = json.loads((tmp_path / "environment.json").read_text())
-        assert kept["options"]["steps"] == settings["steps"]
 
 
 def test_what_the_control_is_sent_is_off(tmp_path: Path, fake_engine: dict[str, Any]) -> None:

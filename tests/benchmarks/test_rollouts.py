@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from statistics import median
 from typing import Any
 
 import pytest
@@ -15,14 +14,6 @@ Decode batch, #running-req: 100, #token: 900, token usage: 0.90, cuda graph: Tru
 KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 5
 Decode batch, #running-req: 50, #token: 500, token usage: 0.50, cuda graph: True, gen
 """
-
-
-def test_lengths_are_seeded_and_have_a_long_tail() -> None:
-    lengths = long_tail.output_lengths(20_000)
-    assert lengths[:512] == long_tail.output_lengths(512)
-    assert median(lengths) == pytest.approx(long_tail.MEDIAN, rel=0.03)
-    assert max(lengths) == long_tail.CAP and min(lengths) >= 1
-    assert 1300 < sum(lengths) / len(lengths) < 1375  # 1338: a lognormal's mean is above its median
 
 
 def test_demand_is_more_than_bf16_may_hold() -> None:
@@ -75,12 +66,6 @@ def test_a_turn_sends_all_that_was_said_before() -> None:
         assert after[len(before)] >= 7_000_000, "control: the engine's answer, not the tool's"
         assert after[-multi_turn.TOOL :] == work[1][turn]
     assert len(mine[-1]) == multi_turn.LONGEST
-
-
-def test_conversations_differ_and_are_seeded() -> None:
-    work = multi_turn.conversations(1, 3, 4096)
-    assert work == multi_turn.conversations(1, 3, 4096) != multi_turn.conversations(2, 3, 4096)
-    assert len({tuple(text) for given in work for text in given}) == 3 * multi_turn.TURNS
 
 
 def test_a_short_answer_is_an_error() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import benchmark, processes, run
+from benchmarks import benchmark, run
 from benchmarks.environment import COMMIT_VARIABLE
 
 
@@ -107,19 +107,3 @@ def test_every_benchmark_lists_its_jobs(capsys: pytest.CaptureFixture[str]) -> N
     for name, reference in benchmark.BENCHMARKS.items():
         names = [job.name for job in benchmark.load(reference).jobs]
         assert name in listed and len(set(names)) == len(names) > 0
-
-
-@pytest.mark.parametrize(
-    ("log", "line"),
-    [
-        (
-            "Traceback:\nValueError: a\nDuring handling:\ntorch.OutOfMemoryError: no memory\n",
-            "torch.OutOfMemoryError: no memory",
-        ),
-        ("AssertionError\n", "AssertionError"),
-        ("[rank0]: ValueError: a\n[rank0]: end\n", "ValueError: a"),
-        ("all is well", None),
-    ],
-)
-def test_the_exception_in_a_log(log: str, line: str | None) -> None:
-    assert processes.exception_in(log) == line

@@ -104,22 +104,6 @@ def test_ours_is_given_the_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     assert found["values"]["update_gpu_ms"] == [1.0] * UPDATES
 
 
-OVER_BOTH = {"tp_size": 2, "ep_size": 2}
-PLACES: dict[str, list[dict[str, Any]]] = {
-    sharded.SAME: [OVER_BOTH | {"base_gpu_id": 0}],
-    sharded.OTHERS: [OVER_BOTH | {"base_gpu_id": 2, "mem_fraction_static": sharded.ALONE}],
-    sharded.EACH: [
-        {"base_gpu_id": gpu, "mem_fraction_static": sharded.WHOLE_ON_EACH} for gpu in (0, 1)
-    ],
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_engines_are_placed(place: str) -> None:
-    found = sharded.Case("stock-bf16", "tiny", place, buckets=(1,)).engines(2, SHAPE)
-    assert found == [sharded.ENGINE | each for each in PLACES[place]]
-
-
 def test_engines_that_differ_are_not_measured() -> None:
     engines = [LoadingEngine(), LoadingEngine()]
     for engine, norm in zip(engines, (1.0, 2.0), strict=True):
