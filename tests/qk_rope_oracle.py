@@ -125,9 +125,8 @@ class Case:
 
     def want(self) -> Left:
         """What ``Got.left`` must be, by the oracle."""
-        T, heads, D = self.qkv_THD.shape
         H = self.scale_2H.shape[1]
-        N = heads - 2 * H
+        N = self.qkv_THD.shape[1] - 2 * H
         x = self.qkv_THD.double().numpy()
         out = x.copy()
         for t, position in enumerate(self.positions_T.tolist()):
@@ -141,22 +140,13 @@ class Case:
                 if h < N and self.int8:
                     q_D = kv_int8_oracle.rotated(out[t, h].astype(np.float32))
                     out[t, h] = q_D.clip(-65504, 65504).astype(np.float16)
+        k, v = (torch.from_numpy(out[:, at : at + H]).to(BF16) for at in (N, N + H))
+        made = kv_oracle.Case(k, v, self.slots_T, self.scale_2H[0], self.scale_2H[1])
         if self.int8:
-            k, v = (torch.from_numpy(out[:, at : at + H]).to(BF16) for at in (N, N + H))
-            made = kv_oracle.Case(k, v, self.slots_T, self.scale_2H[0], self.scale_2H[1])
             left = kv_int8_oracle.want(made)
             words = np.where(left.scales_HS == kv_int8_oracle.UNUSED, 0, left.scales_HS)
             return out[:, :N], *left.codes, left.stats, words
-        stats, caches = [5, 1, 2, 0, 0], []
-        for side, first in enumerate((N, N + H)):
-            codes, x_THD = np.zeros((T + SLOTS, H, D), np.uint8), out[:, first : first + H]
-            given = x_THD.astype(np.float32), self.slots_T.tolist(), codes
-            counted, clipped, top = kv_oracle.store(*given, self.scale_2H[side].tolist())
-            caches.append(codes)
-            stats[1 + side] += clipped
-            stats[3 + side] = top
-        stats[0] += counted
-        return out[:, :N], caches[0], caches[1], stats, np.zeros(0)
+        return out[:, :N], *made.want(), np.zeros(0)
 
 
 def assert_equal(got: Left, want: Left) -> None:

@@ -108,40 +108,31 @@ def test_a_checkpoint(options: list[Any], tmp_path: Path) -> None:
     assert set(names) == {"lm_head", "model.layers.0.self_attn.qkv_proj"} | parts
 
 
-def test_a_checkpoint_with_powers_of_two(
-    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeEngine, "format", BLOCK_FP8_UE8M0.name)
-    source, output = checkpoint(tmp_path / "in"), tmp_path / "out"
-    arguments = ["export", str(source), str(output), "--format", BLOCK_FP8_UE8M0.name]
-    assert cli.main(arguments) == 0
-    assert options[0][-1]["fp8rl_format"] == BLOCK_FP8_UE8M0.name
-    found = load_file(next(output.glob("*.safetensors")))
-    encoded = BLOCK_FP8_UE8M0.encode(load_file(source / "a.safetensors")[MATRIX])
-    for suffix, part in encoded.items():
-        assert torch.equal(found[MATRIX + suffix].view(torch.uint8), part.view(torch.uint8))
-    config = json.loads((output / "config.json").read_text())["quantization_config"]
-    assert config["scale_fmt"] == "ue8m0" and config["quant_method"] == "fp8"
-    with pytest.raises(ValueError, match="drop --ignored-layers, --tp, --format"):
-        export.run("http://127.0.0.1:1", tmp_path / "other", format_=BLOCK_FP8_UE8M0.name)
-
-
+@pytest.mark.parametrize("is_known", [True, False], ids=["powers of two", "of tests alone"])
 def test_a_checkpoint_in_another_format(
+    is_known: bool,
     options: list[Any],
     other_format: WeightFormat,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(FakeEngine, "format", other_format.name)
-    monkeypatch.setattr(export, "QUANTIZED", other_format)
-    source = checkpoint(tmp_path / "in")
-    assert f"1 {other_format.name} and 1 other" in export.run(str(source), tmp_path / "out")
-    found = load_file(next((tmp_path / "out").glob("*.safetensors")))
-    for suffix, part in other_format.encode(load_file(source / "a.safetensors")[MATRIX]).items():
-        assert torch.equal(found[MATRIX + suffix], part)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert config.keys() == {"quant_method", "modules_to_not_convert"}
-    assert config["quant_method"] == "int8"
+    fmt = BLOCK_FP8_UE8M0 if is_known else other_format
+    monkeypatch.setattr(FakeEngine, "format", fmt.name)
+    source, output = checkpoint(tmp_path / "in"), tmp_path / "out"
+    if is_known:
+        assert cli.main(["export", str(source), str(output), "--format", fmt.name]) == 0
+        assert options[0][-1]["fp8rl_format"] == fmt.name
+        with pytest.raises(ValueError, match="drop --ignored-layers, --tp, --format"):
+            export.run("http://127.0.0.1:1", tmp_path / "other", format_=fmt.name)
+    else:
+        monkeypatch.setattr(export, "QUANTIZED", fmt)
+        assert f"1 {fmt.name} and 1 other" in export.run(str(source), output)
+    found = load_file(next(output.glob("*.safetensors")))
+    for suffix, part in fmt.encode(load_file(source / "a.safetensors")[MATRIX]).items():
+        assert torch.equal(found[MATRIX + suffix].view(torch.uint8), part.view(torch.uint8))
+    config = json.loads((output / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == ("fp8" if is_known else "int8")
+    assert config.get("scale_fmt") == ("ue8m0" if is_known else None)
 
 
 def test_what_is_refused(

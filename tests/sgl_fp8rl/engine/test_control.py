@@ -33,11 +33,9 @@ BEGUN: dict[str, Any] = {"sockets": ["a.sock"]}
 
 
 class Engine:
-    """A control channel whose schedulers answer ``begin`` as told, the last answer for ever."""
+    """A control channel whose schedulers answer as told, the last answer for ever."""
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, *answers: dict[str, Any], host: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, *answers: Any, host: str = "127.0.0.1") -> None:
         self.asked: list[dict[str, Any]] = []
         self.sent: list[Any] = []
         self.versions: list[str] = []
@@ -52,13 +50,19 @@ class Engine:
         arguments = SimpleNamespace(host=host)
         self.control = Control(self.manager, rpc, arguments)
         self._answers = list(answers)
+        self.refusal_s = 0.0
         patch.setattr(self.control._schedulers, "ask", self._ask)
         patch.setattr(self.control._schedulers, "receive", self._receive)
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self.manager.is_pause
+        assert self.manager.is_pause or message["op"] != "begin"
         self.asked.append(dict(message))
-        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, ControlError):
+            await asyncio.sleep(self.refusal_s)
+            raise answer
+        assert isinstance(answer, dict)
+        return answer
 
     async def _receive(self, healthy_s: float, sockets: Sequence[str] = ()) -> dict[str, Any]:
         return {"ended": True, "version": 3}
@@ -115,34 +119,9 @@ def test_schedulers_are_told_whether_the_user_has_paused(
     comes by another socket."""
     engine = Engine(monkeypatch, BUSY, BEGUN)
     engine.manager.is_pause = is_paused
-    message = {"op": "begin", "version": 0, "fingerprint": "f", "in_flight": "finish"}
-
-    async def session() -> None:
-        await engine.control.handle({**message, "paused": not is_paused})
-        await engine.control.handle({"op": "end"})
-
-    asyncio.run(session())
+    engine.begin(in_flight="finish", paused=not is_paused)
     assert [asked["paused"] for asked in engine.asked] == [is_paused] * 2
     assert engine.manager.is_pause is is_paused
-
-
-class Scheduler:
-    """Refuses what needs an idle engine so many times."""
-
-    def __init__(
-        self, patch: pytest.MonkeyPatch, refusals: int, status: int = 409, first_s: float = 0.0
-    ) -> None:
-        self.control = Engine(patch, {}).control
-        self.refusals, self.status, self.first_s, self.asked = refusals, status, first_s, 0
-        patch.setattr(self.control._schedulers, "ask", self._ask)
-
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        self.asked += 1
-        if self.asked == 1:
-            await asyncio.sleep(self.first_s)
-        if self.asked > self.refusals:
-            return {"done": message["op"]}
-        raise ControlError("requests are running", self.status)
 
 
 @pytest.mark.parametrize("op", ["export", "kv_recalibrate"])
@@ -150,18 +129,22 @@ def test_an_engine_may_be_a_step_behind_its_last_reply(
     monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     monkeypatch.setattr(control_module, "WAIT_POLL_S", 0.001)
-    scheduler = Scheduler(monkeypatch, refusals=3)
-    assert asyncio.run(scheduler.control.handle({"op": op})) == {"done": op}
+    busy, done = ControlError("requests are running", 409), {"done": op}
+
+    def handle(engine: Engine) -> Any:
+        return asyncio.run(engine.control.handle({"op": op}))
+
+    assert handle(Engine(monkeypatch, busy, busy, busy, done)) == done
     monkeypatch.setattr(control_module, "SETTLE_S", 0.01)
-    late = Scheduler(monkeypatch, refusals=1, first_s=0.02)
-    assert asyncio.run(late.control.handle({"op": op})) == {"done": op}
-    running = Scheduler(monkeypatch, refusals=10**9)
+    late = Engine(monkeypatch, busy, done)
+    late.refusal_s = 0.02
+    assert handle(late) == done
     with pytest.raises(ControlError, match="requests are running"):
-        asyncio.run(running.control.handle({"op": op}))
-    refused = Scheduler(monkeypatch, refusals=10**9, status=400)
+        handle(Engine(monkeypatch, busy))
+    refused = Engine(monkeypatch, ControlError("requests are running", 400))
     with pytest.raises(ControlError):
-        asyncio.run(refused.control.handle({"op": op}))
-    assert refused.asked == 1
+        handle(refused)
+    assert len(refused.asked) == 1
 
 
 @pytest.mark.guarantee("no-bypass", fault="an update over TCP that was not asked for")

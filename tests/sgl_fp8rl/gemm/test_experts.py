@@ -115,9 +115,11 @@ def test_in_place_it_is_x_and_its_codes_are_gone() -> None:
 
 
 @torch.no_grad()
-def test_attached_codes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attached_codes_are_taken_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = Experts(inplace=False), rows(5, H, spread=1)
     want = experts.experts(layer, x, *routes(5))
+    attach(x, quantize_tokens(x))  # their scales lie otherwise
+    assert torch.equal(experts.experts(layer, x, *routes(5)), want)
     attach(x, quantize_tokens(x, by_row=True))
 
     def not_called(x: Tensor, **place: Any) -> Any:
@@ -129,14 +131,6 @@ def test_attached_codes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     x += 1
     with pytest.raises(AssertionError, match="quantized again"):
         experts.experts(layer, view, *routes(5))
-
-
-@torch.no_grad()
-def test_codes_whose_scales_lie_otherwise_are_not_taken() -> None:
-    layer, x = Experts(inplace=False), rows(5, H, spread=1)
-    want = experts.experts(layer, x, *routes(5))
-    attach(x, quantize_tokens(x))
-    assert torch.equal(experts.experts(layer, x, *routes(5)), want)
 
 
 # ---- large batches
@@ -260,11 +254,10 @@ def test_tiles_are_sglangs(kernels: dict[str, Any]) -> None:
     assert kernels["align"] == (32, E)
     assert kernels["configs"] == [(up, False), (up, False)]  # there is none for the second
 
-
-def test_the_second_product_may_have_tiles_of_its_own(kernels: dict[str, Any]) -> None:
+    kernels["configs"].clear()
     kernels["down"] = down = {**TILES, "BLOCK_SIZE_N": 64, "USE_TMA": True}
-    experts.experts(Experts(), rows(5, H), *routes(5))
-    assert kernels["configs"] == [(TILES, False), ({**TILES, "BLOCK_SIZE_N": 64}, True)]
+    experts.experts(layer, rows(5, H), *routes(5))
+    assert kernels["configs"] == [(up, False), ({**TILES, "BLOCK_SIZE_N": 64}, True)]
     assert down["USE_TMA"]  # SGLang's own dictionary is as it was
 
 
@@ -297,15 +290,10 @@ def whose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("whose")
 def test_plain_experts_run_here() -> None:
-    layer = Experts()
-    assert apply(layer, rows(4, H)) == "the CPU's"
-    assert apply(as_on_a_gpu(layer), rows(4, H)) == "ours"
-
-
-@pytest.mark.usefixtures("whose")
-def test_powers_of_two_are_never_left_to_sglangs_experts() -> None:
-    layer = Experts(fmt=BLOCK_FP8_UE8M0)
-    assert apply(as_on_a_gpu(layer), rows(4, H)) == "ours"
+    """Those with powers of two are never left to SGLang's."""
+    assert apply(Experts(), rows(4, H)) == "the CPU's"
+    for fmt in BLOCKS:
+        assert apply(as_on_a_gpu(Experts(fmt=fmt)), rows(4, H)) == "ours"
     layer = Experts(fmt=BLOCK_FP8_UE8M0, activation="gelu")
     with pytest.raises(RuntimeError, match=r"do not quantize activations as block-fp8-ue8m0"):
         apply(as_on_a_gpu(layer), rows(4, H))

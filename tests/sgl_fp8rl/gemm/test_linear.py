@@ -77,7 +77,7 @@ def test_the_product_is_the_reference(kernel: Kernel, layer: Any, m: int) -> Non
     assert (y.roll(1, -1) - want).norm() > 10 * FLIPPED * want.norm()  # the control
 
 
-def test_what_a_producer_quantized_is_taken(kernel: Kernel, layer: Any) -> None:
+def test_what_a_producer_quantized_is_taken_where_it_fits(kernel: Kernel, layer: Any) -> None:
     """The same bytes as without, and no launch for them."""
     x = activation(5)
     plain = gemm.linear(kernel, layer, x)
@@ -87,37 +87,13 @@ def test_what_a_producer_quantized_is_taken(kernel: Kernel, layer: Any) -> None:
     assert kernel.quantized == 1
     x.mul_(1.0)  # written to since
     assert torch.equal(gemm.linear(kernel, layer, x), plain)
-    assert kernel.quantized == 2
-
-
-def test_scales_that_lie_otherwise_do_not_fit(kernel: Kernel, layer: Any) -> None:
-    x = activation(5)
-    attach(x, quantize_tokens(x, by_row=True))
-    gemm.linear(kernel, layer, x)
-    assert kernel.quantized == 1
-    assert gemm.quantized(x, x, by_row=True).is_by_row and kernel.quantized == 1
-
-
-def test_codes_are_taken_and_not_the_values(kernel: Kernel, layer: Any) -> None:
-    """The control: codes of something else give the product of something else."""
-    x = activation(5)
-    plain = gemm.linear(kernel, layer, x)
-    attach(x, quantize_tokens(-x))
+    for others in (quantize_tokens(activation(6)), quantize_tokens(x, by_row=True)):
+        attach(x, others)
+        assert torch.equal(gemm.linear(kernel, layer, x), plain)
+    assert kernel.quantized == 4
+    assert gemm.quantized(x, x, by_row=True).is_by_row and kernel.quantized == 4
+    attach(x, quantize_tokens(-x))  # the control: codes are taken, and not the values
     assert torch.equal(gemm.linear(kernel, layer, x), -plain)
-
-
-def test_codes_of_another_shape_do_not_fit(kernel: Kernel, layer: Any) -> None:
-    x = activation(5)
-    plain = gemm.linear(kernel, layer, x)
-    attach(x, quantize_tokens(activation(6)))
-    assert torch.equal(gemm.linear(kernel, layer, x), plain)
-    assert kernel.quantized == 2
-
-
-def test_bias_is_added(kernel: Kernel, layer: Any) -> None:
-    bias = torch.arange(N).bfloat16()
-    plain = gemm.linear(kernel, layer, activation(5))
-    assert torch.equal(gemm.linear(kernel, layer, activation(5), bias), plain + bias)
 
 
 def test_columns_may_lie_among_zeros(kernel: Kernel, layer: Any) -> None:
@@ -135,18 +111,15 @@ def test_columns_may_lie_among_zeros(kernel: Kernel, layer: Any) -> None:
     assert kernel.quantized == 4, "one for the control, and one for what lies elsewhere"
 
 
-def test_leading_dimensions_stay(kernel: Kernel, layer: Any) -> None:
-    y = gemm.linear(kernel, layer, activation(3, 5))
-    assert y.shape == (3, 5, N)
-    assert kernel.ran == 1
-    flat = gemm.linear(kernel, layer, activation(3, 5).view(15, K))
-    assert torch.equal(y.view(15, N), flat)
-
-
-def test_an_empty_batch_runs_nothing(kernel: Kernel, layer: Any) -> None:
+def test_a_bias_leading_dimensions_and_no_tokens(kernel: Kernel, layer: Any) -> None:
     y = gemm.linear(kernel, layer, activation(0))
     assert (y.shape, y.dtype) == ((0, N), torch.bfloat16)
     assert kernel.ran == kernel.quantized == 0
+    y = gemm.linear(kernel, layer, activation(3, 5))
+    assert y.shape == (3, 5, N) and kernel.ran == 1
+    flat, bias = activation(3, 5).view(15, K), torch.arange(N).bfloat16()
+    assert torch.equal(y.view(15, N), gemm.linear(kernel, layer, flat))
+    assert torch.equal(gemm.linear(kernel, layer, activation(3, 5), bias), y + bias)
 
 
 class OnGpu:

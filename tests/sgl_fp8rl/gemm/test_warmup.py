@@ -1,6 +1,7 @@
 """Which DeepGEMM kernels an engine compiles before it serves, and whom that leaves alone."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,9 +90,9 @@ class Engine:
         self.shapes = SHAPES
         patch.setattr(warmup, "compile_ahead", lambda *args: self.compiled.append(args))
 
-    def start(self, runner: Any = RUNNER) -> bool:
+    def start(self) -> bool:
         """Whether our sizes are to replace SGLang's."""
-        self.sizes = warmup.warm_up(self.shapes, runner)
+        self.sizes = warmup.warm_up(self.shapes, RUNNER)
         assert self.stock._BUILTIN_M_LIST == STOCK_SIZES
         return self.sizes is not None
 
@@ -113,39 +114,28 @@ def test_the_first_rank_compiles_for_all(engine: Engine) -> None:
     assert engine.compiled == []
 
 
-def untouched(engine: Engine, runner: Any = RUNNER) -> bool:
-    return not engine.start(runner) and not engine.compiled
+def without_deep_gemm(engine: Engine) -> None:
+    """Nor is a GPU asked for."""
+    engine.stock.ENABLE_JIT_DEEPGEMM = False
+    engine.patch.delattr(torch.cuda, "get_device_capability")
 
 
-def test_a_warm_up_that_is_off_stays_off(engine: Engine) -> None:
-    engine.stock._ENABLE_JIT_DEEPGEMM_PRECOMPILE = False
-    assert untouched(engine)
+LEFT_ALONE: dict[str, Callable[[Engine], object]] = {
+    "off": lambda e: setattr(e.stock, "_ENABLE_JIT_DEEPGEMM_PRECOMPILE", False),
+    "sizes of the user's": lambda e: e.patch.setenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "0"),
+    "his few sizes": lambda e: e.patch.setenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1"),
+    "SGLang's compile command": lambda e: setattr(e.stock, "_IN_PRECOMPILE_STAGE", True),
+    "no FP8 linear on DeepGEMM": lambda e: setattr(e, "shapes", []),
+    "FP16": lambda e: e.patch.setattr(RUNNER.model_config, "dtype", torch.float16),
+    "Blackwell": lambda e: e.patch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0)),
+    "no DeepGEMM": without_deep_gemm,
+}
 
 
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_sizes_that_the_user_chose_stay(engine: Engine, value: str) -> None:
-    engine.patch.setenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", value)
-    assert untouched(engine)
-
-
-def test_sglangs_own_compile_command_stays_whole(engine: Engine) -> None:
-    engine.stock._IN_PRECOMPILE_STAGE = True
-    assert untouched(engine)
-
-
-def test_other_quantizations_and_backends_are_untouched(engine: Engine) -> None:
-    engine.shapes = []
-    assert untouched(engine)
-
-
-def test_a_model_in_fp16_is_untouched(engine: Engine) -> None:
-    config = SimpleNamespace(dtype=torch.float16)
-    assert untouched(engine, SimpleNamespace(gpu_id=0, model=None, model_config=config))
-
-
-def test_other_architectures_are_untouched(engine: Engine) -> None:
-    engine.patch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
-    assert untouched(engine)
+@pytest.mark.parametrize("change", LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_other_warm_ups_are_left_alone(engine: Engine, change: Callable[[Engine], object]) -> None:
+    change(engine)
+    assert not engine.start() and not engine.compiled
 
 
 @pytest.mark.parametrize(
@@ -167,12 +157,6 @@ def test_experts_on_deep_gemm_keep_sglangs_sizes(
     engine.patch.setattr("sglang.srt.layers.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM", True)
     assert engine.start() is ours
     assert bool(engine.compiled) is ours
-
-
-def test_an_engine_without_deep_gemm_is_not_asked_for_a_gpu(engine: Engine) -> None:
-    engine.stock.ENABLE_JIT_DEEPGEMM = False
-    engine.patch.delattr(torch.cuda, "get_device_capability")
-    assert untouched(engine)
 
 
 def test_sglangs_pass_runs_the_sizes_that_were_set(

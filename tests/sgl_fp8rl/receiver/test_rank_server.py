@@ -167,15 +167,6 @@ def test_a_good_session_commits_and_the_next_hears_what_is_open(trainer: Trainer
     assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
 
 
-def test_another_bucket_takes_the_place_of_the_first(trainer: Trainer) -> None:
-    trainer.open_bucket()
-    trainer.tensors["n"] += 1
-    trainer.open_bucket("another")
-    assert trainer.weights.memory.known() == ["another"]
-    trainer.send_all()
-    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
-
-
 def test_the_socket_is_for_this_user_alone() -> None:
     rank_socket = RankSocket(3)
     assert stat.S_IMODE(rank_socket.path.stat().st_mode) == 0o600
@@ -319,8 +310,10 @@ REFUSED: dict[str, tuple[Act, str]] = {
         f"of {size!r} bytes": (bucket_of(4096, size), f"{excerpt(size)} as its bytes")
         for size in (None, [], "64", 64.0, float("inf"), True)
     },
-    "no descriptor": (bucket_of(4096, 4096, 0), "is 0 bytes but was announced as 4096"),
-    "two descriptors": (bucket_of(4096, 4096, 2), "is 0 bytes but was announced as 4096"),
+    **{
+        f"{count} descriptors": (bucket_of(4096, 4096, count), "is 0 bytes but was announced as")
+        for count in (0, 2)
+    },
     "not sealed": (bucket_of(64, 64, seals=0), "the bucket's size is not sealed"),
     "no name": (with_descriptor({"op": "bucket", "bytes": 64}), "None as its name"),
     "a list of names": (with_descriptor({"op": "bucket", "bytes": 64, "name": []}), "as its name"),
@@ -388,47 +381,37 @@ def test_a_trainer_hears_that_host_memory_would_do(
     assert (outcome.committed, outcome.dirty) == (False, False)
 
 
-def test_commit_before_finish(trainer: Trainer) -> None:
-    trainer.open_bucket()
-    trainer.send_all()
-    framing.send(trainer.sock, {"op": "commit"})
-    outcome = trainer.rank.outcome()
-    assert (outcome.committed, outcome.dirty) == (False, True)
-    assert "before finish" in outcome.reason
-    assert trainer.rank.peer is not None  # it waits for the reply of all ranks
-
-
-def test_abort_keeps_its_reason(trainer: Trainer) -> None:
-    trainer.open_bucket()
-    trainer.chunk(1)
-    outcome = trainer.abort(reason="out of memory in the trainer")
-    assert (outcome.committed, outcome.dirty) == (False, True)
-    assert outcome.reason == "out of memory in the trainer"
-
-
-@pytest.mark.guarantee("quarantine", fault="the trainer dies before, between and after the chunks")
-@pytest.mark.parametrize("chunks", [0, 1, 2])
-def test_a_trainer_that_dies(trainer: Trainer, chunks: int) -> None:
-    trainer.open_bucket()
-    for index in range(chunks):
-        trainer.chunk(index)
-    trainer.close()
-    outcome = trainer.rank.outcome()
-    assert (outcome.committed, outcome.dirty) == (False, chunks > 0)
-    assert "is gone" in outcome.reason
-
-
-def test_a_trainer_that_dies_before_it_hears_the_reply(trainer: Trainer) -> None:
-    trainer.open_bucket()
-    again = {"op": "bucket", "name": "b", "bytes": BUCKET, "padding": "x" * 10_000}
+def deaf(trainer: Trainer) -> None:
+    """It dies before it hears the replies."""
     fd = sealed(BUCKET)
     for _ in range(20):
+        again = {"op": "bucket", "name": "b", "bytes": BUCKET, "padding": "x" * 10_000}
         framing.send(trainer.sock, again, (fd,))
     os.close(fd)
     trainer.close()
+
+
+ENDS: dict[str, tuple[int, Callable[[Trainer], object], str]] = {
+    "commit before finish": (2, lambda t: framing.send(t.sock, {"op": "commit"}), "before finish"),
+    **{f"dies after {sent}": (sent, Trainer.close, "is gone") for sent in range(3)},
+    "dies before it hears": (0, deaf, "is gone"),
+}
+"""Chunks that come, what is done then, and the reason that is given."""
+
+
+@pytest.mark.guarantee("quarantine", fault="the trainer dies before, between and after the chunks")
+@pytest.mark.parametrize("name", ENDS)
+def test_how_a_session_ends(trainer: Trainer, name: str) -> None:
+    sent, end, reason = ENDS[name]
+    trainer.open_bucket()
+    for index in range(sent):
+        trainer.chunk(index)
+    end(trainer)
     outcome = trainer.rank.outcome()
-    assert not outcome.committed
-    assert "is gone" in outcome.reason
+    assert (outcome.committed, outcome.dirty) == (False, sent > 0)
+    assert reason in outcome.reason
+    # it waits for the reply of all ranks
+    assert trainer.rank.peer is not None or name != "commit before finish"
 
 
 def test_a_trainer_that_falls_silent() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sgl_fp8rl.formats import BLOCKS, CHANNEL_FP8, INT8
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8, INT8
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 from sgl_fp8rl.tools.precision import fake_quant
@@ -24,44 +24,33 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-@pytest.mark.parametrize("fmt", [CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
-def test_a_linear_with_a_scale_for_each_row(fmt: WeightFormat) -> None:
-    linear = nn.Linear(250, 384, dtype=torch.bfloat16)
-    x = drawn(7, 250)
-    with fake_quant.fp8([Group("a", 0, (linear,), fmt)]):
-        got = linear(x)
-    weight = linear.weight.float().detach().numpy()
-    codes = oracle.quantize_rows(weight, int8=fmt is INT8)
-    exact = oracle.channel_linear(x.float().numpy(), *codes, linear.bias.float().detach().numpy())
-    error = np.abs(got.float().detach().numpy() - exact)
-    assert (error <= BF16_ROUNDING * np.abs(exact) + 1e-5).all()
-    # the control: the other format's codes
-    codes = oracle.quantize_rows(weight, int8=fmt is not INT8)
-    other = oracle.channel_linear(x.float().numpy(), *codes, linear.bias.float().detach().numpy())
-    assert np.abs(got.float().detach().numpy() - other).mean() > 2 * error.mean()
+def exact(fmt: WeightFormat, linear: nn.Linear, x_MK: torch.Tensor) -> oracle.F64:
+    weight, x = linear.weight.float().detach().numpy(), x_MK.float().numpy()
+    bias = None if linear.bias is None else linear.bias.float().detach().numpy()
+    if fmt is BLOCK_FP8:
+        return oracle.linear(x, *oracle.quantize_weight(weight), bias)
+    return oracle.channel_linear(x, *oracle.quantize_rows(weight, int8=fmt is INT8), bias)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_linear(has_bias: bool) -> None:
-    linear = nn.Linear(256, 384, bias=has_bias, dtype=torch.bfloat16)
-    x = drawn(2, 5, 256)
+@pytest.mark.parametrize("fmt", [BLOCK_FP8, CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
+def test_a_linear(fmt: WeightFormat, has_bias: bool) -> None:
+    cols = 256 if fmt is BLOCK_FP8 else 250
+    linear, x = nn.Linear(cols, 384, bias=has_bias, dtype=torch.bfloat16), drawn(2, 5, cols)
     before = linear(x)
-    with fake_quant.fp8([Group("a", 0, (linear,))]):
+    with fake_quant.fp8([Group("a", 0, (linear,), fmt)]):
         got = linear(x)
     assert torch.equal(linear(x), before) and not torch.equal(got, before)
     assert "forward" not in vars(linear)
-    codes, scale = quantize_weight(linear.weight)
-    assert torch.equal(got, fp8_linear(x, codes, scale, linear.bias))
-
-    weight = oracle.dequantize_weight(
-        *oracle.quantize_weight(linear.weight.float().detach().numpy())
-    )
-    rows = x.float().numpy().reshape(10, 256)
-    exact = oracle.dequantize_activation(*oracle.quantize_activation(rows)) @ weight.T
-    if has_bias:
-        exact += linear.bias.float().detach().numpy()
-    error = np.abs(got.float().detach().numpy().reshape(10, 384) - exact)
-    assert (error <= BF16_ROUNDING * np.abs(exact) + 1e-5).all()
+    if fmt is BLOCK_FP8:
+        codes, scale = quantize_weight(linear.weight)
+        assert torch.equal(got, fp8_linear(x, codes, scale, linear.bias))
+    found, wanted = got.float().detach().flatten(0, 1).numpy(), exact(fmt, linear, x.flatten(0, 1))
+    error = np.abs(found - wanted)
+    assert (error <= BF16_ROUNDING * np.abs(wanted) + 1e-5).all()
+    # the control: another format's codes
+    other = exact(CHANNEL_FP8 if fmt is INT8 else INT8, linear, x.flatten(0, 1))
+    assert np.abs(found - other).mean() > 2 * error.mean()
 
 
 @pytest.mark.parametrize("fmt", [*BLOCKS, CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
