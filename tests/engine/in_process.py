@@ -3,7 +3,6 @@
 Each function asserts what it is about, in the process where it happens, and returns nothing.
 """
 
-import asyncio
 import os
 import signal
 import threading
@@ -29,7 +28,7 @@ WAIT_S = 100.0
 def all_ways(engine: Any, checkpoint: Path) -> None:
     """Everything, on one engine, whose last step is its shutdown."""
     tensors = dict(models.named_tensors(checkpoint))
-    for call in (update_beside_rollouts, notebooks, signals, interrupts):
+    for call in (update_beside_rollouts, signals, interrupts):
         call(engine, tensors)
         stock_calls(engine)
     shutdown(engine)
@@ -97,36 +96,6 @@ def update_beside_rollouts(engine: Any, tensors: dict[str, Any]) -> None:
         assert ({old, old + 1} in versions) == (in_flight == "retract")
         assert ("abort" in reasons) == (in_flight == "abort")
         assert set(reasons) <= {"abort", "length"}
-
-
-def notebooks(engine: Any, tensors: dict[str, Any]) -> None:
-    """A loop runs in this thread: another one, as under ``asyncio.run``, and the engine's own."""
-
-    async def cell() -> None:
-        assert len(rollout(engine, PROMPTS, SHORT).tokens) == 2
-        version = version_of(engine) + 1
-        trainer_bridge.update(tensors, engine, version=version)
-        both = await asyncio.gather(
-            asyncio.to_thread(rollout, engine, PROMPTS, SHORT),
-            asyncio.to_thread(rollout, engine, PROMPTS, SHORT),
-        )
-        assert [each.versions[0][0] for each in both] == [version] * 2
-
-    async def cell_on_its_loop() -> None:
-        for call in (lambda: rollout(engine, PROMPTS, SHORT), lambda: version_of(engine)):
-            try:
-                call()
-            except EngineError as error:
-                assert "await asyncio.to_thread" in str(error)
-            else:
-                raise AssertionError("it would have waited for itself")
-        await asyncio.to_thread(rollout, engine, PROMPTS, SHORT)
-        version = await asyncio.to_thread(version_of, engine) + 1
-        await asyncio.to_thread(trainer_bridge.update, tensors, engine, version=version)
-        assert await asyncio.to_thread(version_of, engine) == version
-
-    asyncio.run(cell())
-    engine.loop.run_until_complete(cell_on_its_loop())
 
 
 def signals(engine: Any, _: dict[str, Any]) -> None:

@@ -151,14 +151,3 @@ def test_grammars_by_sglangs_own_kit(server: Server, kit: type) -> None:
         text for _, text in result.errors + result.failures
     ]
     assert result.testsRun >= 4
-
-
-def test_what_a_start_says(engine: EngineProcess, server: Server) -> None:
-    """One line of ours."""
-    for log, kv in (
-        (engine.log, "its scales kept while they suit"),
-        (server.log, "not quantized"),
-    ):
-        lines = log.read_text(errors="replace").splitlines()
-        (said,) = [line for line in lines if "kernels:" in line]
-        assert "layers are block-fp8" in said and kv in said

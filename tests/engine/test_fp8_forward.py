@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 
 import trainer_bridge
 from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0
@@ -18,7 +17,6 @@ from sgl_fp8rl.formats.weight_format import WeightFormat
 from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import FORKED, EngineProcess, Server
-from tests.trainer_bridge import ranks
 from trainer_bridge import EngineError, FP8Forward, Rollout, fp8_forward
 from trainer_bridge.kv.fp8_attention import fake_quantize_kv
 
@@ -35,7 +33,6 @@ WITH_FP8_KV = {"qwen3": 0.58, "qwen3_moe": 0.54, "llama": 0.44}
 KV_LEFT = 0.8
 """Then, of what is left where attention reads K and V as they are. Healthy: 0.43 to 0.69."""
 STEPS = 3
-WORLD = 2
 PROMPTS = [
     torch.randint(models.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
     for n in (17, 24, 30, 9)
@@ -142,35 +139,6 @@ def test_codes_are_those_that_the_engine_would_make(run: Run) -> None:
 def sha256(server: Server) -> list[dict[str, str]]:
     found = server.control({"op": "digest"})["ranks"]
     return [{name: each["sha256"] for name, each in rank.items()} for rank in found]
-
-
-def fsdp_trainer(rank: int, folder: Path) -> None:
-    """Two steps of a sharded trainer, whose gathers move codes where they can."""
-    from transformers import AutoModelForCausalLM
-
-    address, checkpoint = (folder / "engine").read_text().splitlines()
-    engine = address if rank == 0 else None
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    fp8 = fp8_forward(model, engine)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    assert not fp8.gathered_whole
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(2):
-        prompts = torch.tensor([PROMPTS[0], PROMPTS[1][:17]])
-        model(prompts[rank : rank + 1]).logits.float().log_softmax(-1)[..., 3].mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(EngineError, match="differ"):
-            fp8.check(engine)
-        trainer_bridge.update(model, engine, version=STEPS + 2 + step)
-        fp8.check(engine)
-
-
-def test_a_sharded_trainer(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "engine").write_text(f"{run.server.address}\n{run.checkpoint}")
-    ranks.run(fsdp_trainer, tmp_path, WORLD, collective_timeout_s=60)
 
 
 @pytest.mark.parametrize(

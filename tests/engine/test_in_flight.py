@@ -333,19 +333,6 @@ def test_an_update_that_fails_ends_what_waits_for_it(server: Server, policy: Pat
     assert_serves(server, policy, update(server, policy))
 
 
-def test_an_update_that_wrote_nothing_changes_nothing(server: Server, policies: Policies) -> None:
-    start, policy, *_ = policies("qwen3")
-    version = version_of(server)
-    with caught(server) as (events, _):
-        with by_hand(server, policy, version + 1):
-            pass
-        replies = events.result(CALL_TIMEOUT_S)
-    assert_grows(replies)
-    assert changes(replies[-1], version) == []
-    assert replies[-1]["meta_info"]["num_retractions"] == 1
-    assert_serves(server, start, version)
-
-
 def test_a_client_that_gives_up_meanwhile(server: Server, policy: Path) -> None:
     version = version_of(server) + 1
     with caught(server, rid="given-up") as (events, _), caught(server) as (others, _):

@@ -5,10 +5,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from benchmarks.pretrained import checkpoint, measured
 from benchmarks.pretrained.arms import HEAD, INT8_KV, KEPT
@@ -69,60 +68,6 @@ def by_transformers(model: Any, window: list[int]) -> float:
 
 
 # ---- the conversion ------------------------------------------------------------------------------
-
-
-def by_hand(tensor: Any) -> np.ndarray:
-    """A matrix in Q4_1: for each 32 of a row a scale and a minimum, and 16 bytes, the low halves of
-    which are the first 16 weights (ggml's format)."""
-    blocks = np.asarray(tensor.data).reshape(-1, 20)
-    scale, least = (blocks[:, i : i + 2].copy().view(np.float16) for i in (0, 2))
-    low, high = blocks[:, 4:] & 15, blocks[:, 4:] >> 4
-    weights = scale.astype(np.float32) * np.hstack([low, high]) + least.astype(np.float32)
-    return weights.reshape(tensor.shape[::-1])
-
-
-@pytest.mark.parametrize(
-    ("name", "there", "heads"),
-    [
-        ("mlp.down_proj", "ffn_down", None),
-        ("self_attn.v_proj", "attn_v", None),
-        ("self_attn.q_proj", "attn_q", 9),
-        ("self_attn.k_proj", "attn_k", 3),
-    ],
-)
-def test_weights_are_those_of_the_file(
-    folder: Path, name: str, there: str, heads: int | None
-) -> None:
-    from gguf import GGUFReader
-
-    ours = load_file(folder / "model.safetensors")[f"model.layers.7.{name}.weight"]
-    (tensor,) = (
-        t for t in GGUFReader(checkpoint.source()).tensors if t.name == f"blk.7.{there}.weight"
-    )
-    theirs = torch.tensor(by_hand(tensor)).to(torch.bfloat16)
-    if heads is not None:
-        assert not torch.equal(ours, theirs)
-        half = len(theirs) // heads // 2
-        order = [
-            2 * half * h + 2 * d + i for h in range(heads) for i in (0, 1) for d in range(half)
-        ]
-        theirs = theirs[order]
-    assert torch.equal(ours, theirs)
-
-
-def test_rows_in_the_order_of_the_file_would_be_another_model(
-    model: Any, window: list[int]
-) -> None:
-    right = by_transformers(model, window)
-    weights = [layer.self_attn.k_proj.weight for layer in model.model.layers]
-    kept = [weight.detach().clone() for weight in weights]
-    with torch.no_grad():
-        for weight in weights:
-            weight.copy_(checkpoint.in_halves(weight, 3))
-        wrong = by_transformers(model, window)
-        for weight, before in zip(weights, kept, strict=True):
-            weight.copy_(before)
-    assert right < 4 < wrong - WRONG_COSTS, (right, wrong)
 
 
 # ---- the engine ----------------------------------------------------------------------------------
