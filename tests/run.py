@@ -60,10 +60,6 @@ class Suite:
 FAST = ("-m", "not engine and not gpu")
 ENGINE = ("--verbose", "-m", "engine and not full and not gpu")
 ALL_ENGINE = ("--verbose", "-m", "engine and not gpu")
-# Whole runs of learning take minutes each, and what they learn by is not SGLang's.
-ON_NEWEST_ALONE = (
-    "--deselect=tests/benchmarks/test_learning_engine.py::test_two_arms_with_a_kill_between",
-)
 MEGATRON = (
     "tests/engine/test_megatron.py",
     "tests/examples/test_megatron.py",
@@ -132,7 +128,7 @@ PLANS: dict[str, tuple[Suite, ...]] = {
     ),
     "test-full": (
         Suite("engine", NEWEST, ALL_ENGINE),
-        Suite("engine", OLDEST, (*ALL_ENGINE, *ON_NEWEST_ALONE)),
+        Suite("engine", OLDEST, ALL_ENGINE),
         *_fast(NEWEST),
         *_fast(OLDEST),
     ),

@@ -99,22 +99,8 @@ def test_a_suite_that_ends_without_results_has_failed(
     assert "| dies | 1.0 | FAILED" in capfd.readouterr().out
 
 
-def test_the_results_of_one_module_are_counted_alone(tmp_path: Path) -> None:
-    """And not those of one whose name begins so."""
-    case = '<testcase classname="{}" name="test_a">{}</testcase>'
-    failure = '<failure message="E">E</failure>'
-    cases = [case.format("a.test_b", ""), case.format("a.test_b_c", failure)]
-    (tmp_path / "xml").write_text(f"<testsuite>{''.join(cases)}</testsuite>")
-    assert run.read(tmp_path / "xml", "a.test_b") == (1, 0, 0, ())
-    assert run.read(tmp_path / "xml", "a.test_b_c")[:3] == (0, 1, 0)
-    assert run.read(tmp_path / "xml")[:3] == (1, 1, 0)
-
-
 def test_what_a_version_leaves_out_is_there() -> None:
     """pytest ignores without a word what is misspelt."""
-    for each in run.ON_NEWEST_ALONE:
-        path, _, test = each.removeprefix("--deselect=").partition("::")
-        assert f"def {test}(" in (run.ROOT / path).read_text()
     assert all((run.ROOT / path).exists() for path in run.MEGATRON)
     cases = (run.ROOT / "tests/engine/test_updates.py").read_text()
     assert all(f'id="{layout}"' in cases for layout in run.LAYOUTS_OF_OLDEST)

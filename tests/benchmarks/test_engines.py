@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks import long_tail, rollout, update
-from benchmarks.benchmark import Run
 from benchmarks.engines import models
 from benchmarks.engines.keywords import is_stock
 
@@ -79,13 +78,3 @@ def test_sglang_takes_every_stock_arm_on_hopper_as_it_is_told(
             assert found == given, job.name
     newer = {"qwen3-8b": {"trtllm"}, "qwen3-30b-a3b": {"trtllm", "megamoe"}}
     assert refused == (newer[model] if older else set())
-
-
-def test_loads_and_graphs_are_those_that_were_asked_for(tmp_path: Path) -> None:
-    run = Run(tmp_path, tmp_path / "log", cases=("64x8*",))
-    assert [load.name for load in rollout.wanted_loads("qwen3-8b", run)] == ["64x8192"]
-    with pytest.raises(ValueError, match="names no load of qwen3-30b-a3b; it has 64x4096"):
-        rollout.wanted_loads("qwen3-30b-a3b", run)
-    graphs = rollout.find("fp8rl").keywords(batches=(64, 32, 64))
-    assert graphs["cuda_graph_bs_decode"] == [32, 64] and graphs["cuda_graph_max_bs_decode"] == 64
-    assert "cuda_graph_bs_decode" not in rollout.find("fp8rl").keywords(largest=512)

@@ -1,14 +1,11 @@
 """What runs say: pairs against scipy, a control that must be worse, rows and their table."""
 
-import json
 import random
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from benchmarks.learning import results
 from benchmarks.learning.results import ALPHA, K3, SHARE, compare, table
 from benchmarks.learning.study import ARMS, CONTROL, REFERENCE
 
@@ -73,24 +70,3 @@ def test_the_control_says_whether_a_loss_can_be_seen(end: float, says: str) -> N
     assert of["kv8-tis"][8:] == ["1.0e-03", "", "2.0e-03", "", "0 of 100 |"]
     assert of[CONTROL][3] == "3" and of[CONTROL][-1] == "4 of 100 |"
     assert says in text and "a GPU, torch 2, commit abc" in text
-
-
-def test_executions_are_paired_by_themselves() -> None:
-    other = [row | {"execution": "two"} for row in rows(0.35) if row.get("arm") != REFERENCE]
-    assert "| kv8-tis | 8 | 0.692 | 4 |" in table([*rows(0.35), *other])
-
-
-def test_rows_are_kept_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    folder = tmp_path / "bf16-0"
-    folder.mkdir()
-    step = {"kind": "step", "reward": 0.123456, K3: 1e-5, "ess": 1.0, "entropy": 0.1, "alarms": []}
-    logged = [{"kind": "engine", "arm": "bf16", "seed": 0, "step": 0}, step | {"step": 0}]
-    text = "".join(json.dumps(row) + "\n" for row in logged)
-    (folder / "log.jsonl").write_text(text + '{"kind": "step", "st')
-    results.main([str(tmp_path), "--output", str(tmp_path / "rows.jsonl")])
-    first = capsys.readouterr().out
-    results.main([str(tmp_path / "rows.jsonl")])
-    assert capsys.readouterr().out == first and "| bf16 | 1 |" in first
-    kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert kept[1]["series"]["reward"] == [0.1235] and "held_out" not in kept[1]

@@ -195,27 +195,6 @@ def test_a_log_has_one_writer(tmp_path: Path, fake_engine: dict[str, Any]) -> No
     assert go_on(tmp_path)
 
 
-def test_a_study_has_the_same_settings_and_commit_throughout(
-    tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine: dict[str, Any] = {"engine_args": {"page_size": 16}}
-    fake_engine["kill_at"] = 3
-    with pytest.raises(Killed):
-        go_on(tmp_path, **engine)
-    fake_engine["kill_at"] = None
-    for name, settings in {"rate": engine | {"rate": 1.0}, "engine_args": {}}.items():
-        with pytest.raises(ValueError, match=f"a study with other {name}; give the same options"):
-            go_on(tmp_path, **settings)
-    monkeypatch.setenv(environment.COMMIT_VARIABLE, "def5678")
-    with pytest.raises(ValueError, match="a study with other commit, steps; give the same"):
-        go_on(tmp_path, **engine, steps=STEPS - 1)
-    # The control: what was refused has left the run as it was, and the same options go on.
-    monkeypatch.setenv(environment.COMMIT_VARIABLE, COMMIT)
-    assert go_on(tmp_path, **engine)
-    rows = rows_of(tmp_path / "fp8-tis-1" / LOG)
-    assert [row["step"] for row in rows if row["kind"] == "engine"] == [0, EVERY]
-
-
 def test_what_the_control_is_sent_is_off(tmp_path: Path, fake_engine: dict[str, Any]) -> None:
     """The reference's engine gets the trainer's own weights."""
     for arm in (REFERENCE, CONTROL):
@@ -228,20 +207,3 @@ def test_what_the_control_is_sent_is_off(tmp_path: Path, fake_engine: dict[str, 
         assert factors <= ({0.67, 1.5} if "_proj" in name else {1.0}), name
         seen |= factors
     assert seen == {0.67, 1.0, 1.5}
-
-
-def test_finished_runs_of_a_seed_are_evaluated_once(
-    tmp_path: Path, fake_engine: dict[str, Any]
-) -> None:
-    for arm in ("fp8-tis", REFERENCE):
-        assert go_on(tmp_path, arm=arm, steps=1)
-    args = Namespace(state=tmp_path, size="tiny", settings=SMALL | {"steps": 1})
-    (tmp_path / "kv8-tis-1").mkdir()  # has begun
-    run.held_out(open_study(args), 1)
-    found = {path.parent.name for path in tmp_path.glob(f"*/{run.HELD_OUT}")}
-    assert found == {"start", "bf16-1", "fp8-tis-1"}
-    started = len(fake_engine["seeds"])
-    run.held_out(open_study(args), 1)
-    assert len(fake_engine["seeds"]) == started
-    rows = results.summarize(tmp_path)
-    assert [row["arm"] for row in rows if row["kind"] == "run"] == ["bf16", "fp8-tis"]

@@ -114,18 +114,3 @@ run_all.phases_of = lambda of, args: [(args.until, [job])]
 sys.argv = ["run_all", "--state", str(folder / "state")]
 run_all.main()
 """
-
-
-def test_no_run_begins_without_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    phases: list[list[str]] = []
-    monkeypatch.setattr(
-        run_all, "run_jobs", lambda jobs, *given: phases.append([job.name for job in jobs])
-    )
-    monkeypatch.setattr(sys, "argv", ["run_all", "--state", str(tmp_path), "--seeds", "1"])
-    with pytest.raises(SystemExit, match="left: start, bf16-0, kv8-none-0, "):
-        run_all.main()
-    assert phases == [["start"]]
-    (tmp_path / "start").mkdir()
-    with pytest.raises(SystemExit, match="left: start, bf16-0"):
-        run_all.main()
-    assert phases[-1] == ["held-out-0"]

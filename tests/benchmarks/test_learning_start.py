@@ -12,12 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.learning import start, study, tasks
-from benchmarks.learning.learner import Learner
 from benchmarks.learning.study import SIZES, Study
-from benchmarks.learning.tasks import Problem
-from examples.grpo import arithmetic, tiny_model
-from examples.grpo.arithmetic import END
-from trainer_bridge import response_logprobs
 
 CPU = torch.device("cpu")
 SMALL = replace(SIZES["tiny"], demonstrations=3, demonstration_batch=4)
@@ -25,25 +20,6 @@ SMALL = replace(SIZES["tiny"], demonstrations=3, demonstration_batch=4)
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("size", "least", "most"), [("tiny", 1e5, 1e7), ("full", 1e8, 2e8), ("large", 5e8, 1e9)]
-)
-def test_a_size_suits_block_fp8_and_a_step_the_cache(size: str, least: float, most: float) -> None:
-    with torch.device("meta"):
-        made = study.build(size, seed=0)
-    for name, weight in made.named_parameters():
-        if "_proj" in name:
-            assert all(n % 128 == 0 for n in weight.shape[-2:]), name
-    assert least < made.num_parameters() < most
-    settings = SIZES[size]
-    problems = tasks.draw_problems(400, "a", levels=settings.levels)
-    longest = max(len(problem.prompt) for problem in problems)
-    longest += tasks.max_new_tokens(settings.levels)
-    assert longest < made.config.max_position_embeddings
-    room = study.ENGINE["cuda"]["max_total_tokens"]
-    assert settings.prompts * settings.group * longest <= room
 
 
 def test_the_start_is_made_once_and_repeats_by_its_seed(tmp_path: Path) -> None:
@@ -104,24 +80,3 @@ def test_the_start_ends_at_the_reward_that_was_asked_for(monkeypatch: pytest.Mon
     found.clear()
     with pytest.raises(ValueError, match=r"solves 0\.200 .* has to solve 0\.210"):
         start.train("tiny", replace(small, demonstrations=5, start_reward=0.84), CPU)
-
-
-def test_reward_is_of_the_problems_that_a_policy_solves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of different lengths, of which the policy has learnt some by heart."""
-    answers = {"T+9=": "9", "T+1+2+3=": "6", "Sba=": "ab", "Sdcba=": "abcd", "P2*3=": "6"}
-    problems = [
-        Problem({"T": "total", "S": "sort", "P": "product"}[prompt[0]], 1, prompt, answer)
-        for prompt, answer in answers.items()
-    ]
-    shown = [answer if index < 3 else "no" for index, answer in enumerate(answers.values())]
-    made = study.build("tiny", 0)
-    learner = Learner(made, 3e-3)
-    prompts = [arithmetic.encode(problem.prompt) for problem in problems]
-    responses = [arithmetic.encode(text + END) for text in shown]
-    for _ in range(40):
-        logprobs_BT = response_logprobs(made, prompts, responses)
-        learner.backward(-logprobs_BT[tiny_model.mask_of(responses)].mean())
-        learner.step()
-    monkeypatch.setattr(tasks, "draw_problems", lambda *args, **kwargs: problems)
-    assert start.reward_of(made, len(problems), [1]) == pytest.approx(3 / 5)
-    assert start.reward_of(study.build("tiny", 0), len(problems), [1]) == 0

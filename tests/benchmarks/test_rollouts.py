@@ -8,13 +8,6 @@ import pytest
 
 from benchmarks import long_tail, multi_turn
 
-LOG = """Decode batch, #running-req: 9, #token: 90, token usage: 0.11, cuda graph: True
-the rollout begins
-Decode batch, #running-req: 100, #token: 900, token usage: 0.90, cuda graph: True, gen
-KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 5
-Decode batch, #running-req: 50, #token: 500, token usage: 0.50, cuda graph: True, gen
-"""
-
 
 def test_demand_is_more_than_bf16_may_hold() -> None:
     # all three at 10 tokens, then two at 20, then one at 100
@@ -25,12 +18,6 @@ def test_demand_is_more_than_bf16_may_hold() -> None:
     assert share < 1.0
     assert long_tail.peak_tokens(lengths) / (share * 780_000) == pytest.approx(long_tail.DEMAND)
     assert long_tail.pool_share(long_tail.output_lengths(4096), 780_000) == 1.0  # even more
-
-
-def test_usage_is_that_of_the_rollout() -> None:
-    assert long_tail.usage(LOG) == {"running_requests": [75.0]}
-    with pytest.raises(ValueError, match="no line of a decode"):
-        long_tail.usage(LOG.partition(long_tail.BEGINS)[0])
 
 
 class FakeEngine:

@@ -69,21 +69,6 @@ def test_what_is_counted_as_fp8_is_what_the_reference_makes() -> None:
 
 
 @TINY
-def test_hf_names_share_the_module_s_memory(shape: models.Shape) -> None:
-    module = weights.bf16_module(shape, "cpu")
-    named = dict(weights.hf_named(module))
-    assert sum(t.numel() for t in named.values()) == sum(p.numel() for p in module.parameters())
-    last = f"model.layers.1.mlp.{'experts.3.' if shape.experts else ''}up_proj.weight"
-    before = {name: tensor.clone() for name, tensor in named.items()}
-    weights.renew(module.parameters())
-    assert all(not torch.equal(before[name], tensor) for name, tensor in named.items())
-    if shape.experts:
-        fused = module.get_parameter("model.layers.1.mlp.experts.gate_up_proj")
-        assert torch.equal(named[last], fused[3, shape.intermediate :])
-    assert named[last].float().std().item() == pytest.approx(weights.STD, rel=0.1)
-
-
-@TINY
 def test_stock_and_ours_get_the_same_weights(shape: models.Shape) -> None:
     bf16, fp8 = (dict(weights.shared(shape, "cpu", form)) for form in ("bf16", "fp8"))
     wanted = weights.hf_named(weights.bf16_module(shape, "meta"))
