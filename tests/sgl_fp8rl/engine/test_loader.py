@@ -10,9 +10,7 @@ from torch import nn
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.control.attached import weights_of
-from sgl_fp8rl.engine.startup import loader, start_log
-from sgl_fp8rl.formats import BLOCK_FP8
-from sgl_fp8rl.formats.padding import Shard, fit, pad_storage
+from sgl_fp8rl.engine.startup import loader
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.options import current_options
 
@@ -49,30 +47,6 @@ def test_a_loader_hands_the_options_on(load_format: str, monkeypatch: pytest.Mon
     assert given == ["unit", *([512] if load_format == "auto" else []), "scales.json"]
     weights = weights_of(model)
     assert weights is not None and weights.options is current_options()
-
-
-def test_a_start_says_what_is_padded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Module()
-    monkeypatch.setattr(compat, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
-    for index in range(2):
-        padding, _ = fit(BLOCK_FP8, [Shard(576), Shard(192), Shard(192)], Shard(576))
-        assert padding is not None
-        layer = nn.Module()
-        for name, dtype in (("weight", torch.float8_e4m3fn), ("weight_scale_inv", torch.float32)):
-            empty = torch.zeros(960, 576).to(dtype)
-            layer.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        pad_storage(*layer.parameters(), padding, BLOCK_FP8.block)
-        model.add_module(f"layers_{index}", nn.Module())
-        model.get_submodule(f"layers_{index}").add_module("qkv_proj", layer)
-    model.add_module("down_proj", nn.Linear(4, 4))
-    with caplog.at_level("INFO"):
-        start_log.log_start(model)
-    (said,) = (record.message for record in caplog.records if "padded" in record.message)
-    # 1152 * 640 - 960 * 576 bytes each
-    for word in ("2 layers", "0.4 MB", "2 x qkv_proj 960x576 in 1152x640"):
-        assert word in said
 
 
 def verified(architecture: str, attention: str = "MLA", **fields: Any) -> None:

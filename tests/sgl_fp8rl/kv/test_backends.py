@@ -1,6 +1,5 @@
 """Which attention backends are chosen on which device, and which are refused."""
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from sgl_fp8rl.engine.attention.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.engine.compat import wrapping
 from sgl_fp8rl.engine.compat.settings import resolved
 from sgl_fp8rl.engine.startup import arguments
-from sgl_fp8rl.tools.doctor import device
 from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Start
 
 
@@ -83,18 +81,6 @@ def test_refusals(capability: Capability, given: dict[str, Any], message: str) -
         choose(given, capability)
 
 
-@pytest.mark.parametrize("capability", [None, HOPPER, ADA])
-def test_the_log_names_what_serves(
-    capability: Capability, caplog: pytest.LogCaptureFixture
-) -> None:
-    scaled = backends.scaled_backends(capability)
-    with caplog.at_level("INFO"):
-        for pair in itertools.product(scaled["prefill"], scaled["decode"]):
-            caplog.clear()
-            backends.log(*pair, page_size=64)
-            assert all(f"by {name}:" in caplog.text for name in pair)
-
-
 def test_formats() -> None:
     assert backends.check_dtype("fp8_e4m3")
     assert not any(map(backends.check_dtype, (None, "auto", "bf16", "bfloat16")))
@@ -111,18 +97,6 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "capability", lambda: None)
     for option in ("FP8RL_KV_SCHEME", "FP8RL_KV_SCALES"):
         monkeypatch.delenv(option, raising=False)
-
-
-@pytest.mark.parametrize(
-    ("capability", "decode"), [(None, "torch_native"), (HOPPER, TRTLLM_MHA), (ADA, "flashinfer")]
-)
-def test_the_doctor_tells(
-    capability: Capability, decode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "capability", lambda: capability)
-    (check,) = device.check_kv_cache()
-    assert check.status == "ok"
-    assert f"decode {decode}: {backends.BACKENDS[decode].reason}" in check.message
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,6 @@ def counts(**values: float) -> dict[str, float]:
     return {"clipped_k": 0, "clipped_v": 0} | values
 
 
-def not_observed() -> dict[str, Any]:
-    """As an engine answers that was not asked to observe."""
-    return a_reply() | {"errors": None}
-
-
 def test_figures_that_were_worked_out_by_hand() -> None:
     k0, v0, k1, v1 = lines = kv_report.lines_of(a_reply())
     assert [(line.layer, line.side) for line in lines] == [
@@ -48,45 +43,6 @@ def test_figures_that_were_worked_out_by_hand() -> None:
     assert (k1.least_scale, k1.largest_scale, k1.headroom) == (0.125, 0.5, 0.5)
     assert k1.clip_rate == 512 / (100 * 256)
     assert (v1.clip_rate, v1.not_finite, v1.error_tokens) == (0.0, 3, 64)
-
-
-def test_table() -> None:
-    """What the cache is, a row of figures for each layer's K and V, and the worst of each."""
-    reply = a_reply()
-    head, table, worst = kv_report.render(reply, kv_report.lines_of(reply)).split("\n\n")
-    assert all(fact in head for fact in ("2 layers", "2 KV heads", "engine"))
-    names, *rows = (line.split() for line in table.splitlines())
-    assert names == ["layer", "tokens", "amax", "scale", "headroom", "clipped", "error"]
-    assert rows == [
-        ["0", "K", "100", "56", "0.25", "2", "0", "0.0250"],
-        ["V", "100", "28", "0.125", "2", "0", "0.0264"],
-        ["1", "K", "100", "448", "0.125", "to", "0.5", "0.5", "2.00%", "0.1250"],
-        ["V", "100", "14", "1", "32", "0", "0.0260"],
-    ]
-    figures = [("headroom", "0.5"), ("clipped", "2.00%"), ("error", "0.1250")]
-    lines = worst.splitlines()
-    for line, (name, figure) in zip(lines, figures, strict=False):
-        assert all(part in line for part in (name, figure, "K of layer 1"))
-    assert all(part in lines[3] for part in ("V of layer 1", "3", "NaN or Inf"))
-    assert "64" in lines[4] and len(lines) == 5
-
-
-def test_a_small_clip_rate_is_not_rounded_to_none() -> None:
-    reply = a_reply()
-    reply["statistics"][1]["clipped_k"] = 1
-    assert "3.9e-05" in kv_report.render(reply, kv_report.lines_of(reply))
-
-
-def test_what_is_not_known_yet_is_told() -> None:
-    reply = not_observed() | {"pending": True}
-    for counted in reply["statistics"]:
-        counted |= {"tokens": 0, "amax_k": 0.0, "amax_v": 0.0, "clipped_k": 0}
-    lines = kv_report.lines_of(reply)
-    assert all((li.headroom, li.clip_rate, li.error) == (None, None, None) for li in lines)
-    text = kv_report.render(reply, lines)
-    assert text.splitlines()[3].split() == ["0", "K", "0", "0", "0.25", "-", "-", "-"]
-    assert "pending" in text and "--observe" in text
-    assert "least headroom" not in text and "most clipped" not in text
 
 
 def test_an_answer_that_tells_less_is_a_report_with_gaps() -> None:

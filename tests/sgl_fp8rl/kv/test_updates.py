@@ -95,16 +95,6 @@ def test_wrong_shapes_are_refused_before_anything_is_written() -> None:
     assert weights.state is State.SERVING and weights.session is None
 
 
-@pytest.mark.parametrize(("scheme", "pending"), [("engine", True), ("unit", False)])
-def test_an_update_without_scales(scheme: str, pending: bool) -> None:
-    weights = engine(scheme)
-    toy.update(weights, tensors(SCALES))
-    toy.update(weights, tensors(), version=1)
-    kv = kv_of(weights)
-    assert bool(kv.pending) is pending
-    assert bool((kv.store == 1).all()) is not pending
-
-
 def test_a_cache_that_is_not_fp8_refuses_scales() -> None:
     weights = toy.engine(toy.toy(), toy.SHAPES)
     with pytest.raises(ManifestError, match="KV cache"):

@@ -81,27 +81,6 @@ def test_mitigations(found: dict[str, Any]) -> None:
     assert all(kind["k3"] >= 0 for kind in kinds.values())
 
 
-def test_arithmetic_of_bf16_adds_its_rounding(
-    found: dict[str, Any], checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    coarse = report(checkpoint("qwen3_moe"), tmp_path, "--dtype", "bfloat16")
-    assert (found["arithmetic"], coarse["arithmetic"]) == ("float32", "bfloat16")
-    assert found["kl_noise"] < 1e-6 * coarse["kl_noise"]
-
-
-def test_the_table(
-    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept = report(checkpoint("qwen3"), tmp_path, "--budget-kl", "0")
-    shown = capsys.readouterr().out
-    assert all(layer in shown for layer in kept["ignored_layers"]) and kept["flag"] in shown
-    assert kept["kl"] == 0.0 and len(kept["ignored_layers"]) == 8
-    assert "8 of 8 layers" in shown
-    assert run(checkpoint("qwen3"), "--budget-kl", "9") == 0
-    shown = capsys.readouterr().out
-    assert "0 of 8 layers" in shown and "--fp8rl-ignored-layers" not in shown
-
-
 def plant(path: Path, to: Path, layer: int) -> Path:
     """A copy whose one MLP channel is huge between up and down, and the model's BF16 the same.
 
@@ -135,17 +114,6 @@ def test_a_planted_outlier_is_found(layer: int, checkpoint: Checkpoint, tmp_path
             assert after[name] == kl
 
 
-def test_given_responses_are_measured(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": [1, 2, 3], "response": [4, 5, 6, 7]}\n')
-    found = report(checkpoint("qwen3"), tmp_path, "--prompts", str(prompts))
-    assert (found["tokens"], found["sequences"], found["source"]) == (
-        4,
-        1,
-        "sampled from the prompts, or given",
-    )
-
-
 def fails(capsys: pytest.CaptureFixture[str], model: Path | str, *more: str) -> str:
     """The one sentence on stderr of a command that must fail."""
     assert run(Path(model), *more) == 2
@@ -172,16 +140,6 @@ def test_faults_are_sentences(
         assert "--device cpu" in fails(capsys, tiny, "--device", "cuda")
 
 
-def test_a_hub_name_without_the_hub(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    said = fails(capsys, "no-such/model-of-the-hub")
-    assert "no-such/model-of-the-hub" in said
-
-
 def test_checkpoints_that_cannot_be_measured(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,36 +161,6 @@ def test_checkpoints_that_cannot_be_measured(
 
     (broken / models.WEIGHTS).write_bytes(b"no safetensors")
     assert str(broken) in fails(capsys, broken)
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), ""),
-        (MemoryError(), "MemoryError"),
-        (OSError(), "OSError"),
-        (OSError("\n one\n two"), "one"),
-    ],
-)
-def test_what_an_error_says_is_a_line(
-    error: Exception,
-    told: str,
-    checkpoint: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(command, "measure", fail)
-    said = fails(capsys, checkpoint("qwen3"))
-    if isinstance(error, torch.OutOfMemoryError):
-        assert "--tokens" in said
-        return
-    assert said.endswith(f": {told}")
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
-    if not isinstance(error, MemoryError):
-        assert f"({told})" in fails(capsys, checkpoint("qwen3"))
 
 
 def test_text_is_tokenized_as_the_model_does(

@@ -89,12 +89,3 @@ def test_a_model_without_fp8_layers_is_refused(load: Load) -> None:
                     setattr(module, name, nn.Linear(64, 64))
     with pytest.raises(ValueError, match=r"no layer.* block-fp8"):
         fp8_groups(model)
-
-
-def test_parts_of_a_stacked_checkpoint_are_looked_at_by_themselves(load: Load) -> None:
-    model = load("phi3")
-    mlp = model.model.layers[0].mlp
-    mlp.gate_up_proj = nn.Linear(512, 2 * 64, dtype=torch.bfloat16)  # 128 rows are a whole block
-    names = {group.name for group in fp8_groups(model)}
-    assert "model.layers.0.mlp.gate_up_proj" not in names
-    assert "model.layers.1.mlp.gate_up_proj" in names

@@ -55,17 +55,6 @@ def test_the_list_is_the_shortest_within_the_budget(budget: float, factor: float
     assert len({p.ignored for p in points}) == len(points)
 
 
-def test_the_sum_is_not_trusted() -> None:
-    """Damages that multiply would let a list that is too short pass if they were only added."""
-    meter = Meter(factor=3.0)
-    found = ranked(meter)
-    answer = shortest(found, point(found, 0, meter), 0.6, meter)[-1]
-    by_sum = next(n for n in range(8) if sum(d.divergence.kl for d in found[n:]) <= 0.6)
-    assert answer.divergence.kl <= 0.6
-    assert answer.ignored > by_sum
-    assert point(found, by_sum, meter).divergence.kl > 0.6
-
-
 def test_all_ignored_costs_nothing_to_measure() -> None:
     meter = Meter()
     found = ranked(meter)
