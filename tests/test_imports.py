@@ -259,15 +259,6 @@ def test_sgl_fp8rl_loads_neither_torch_nor_sglang() -> None:
     assert not loaded & {"torch", "numpy", "sglang", "trainer_bridge", "server_args"}
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
-    loaded_by(
-        "import sgl_fp8rl\n"
-        "try: sgl_fp8rl.nothing\n"
-        "except AttributeError as error: assert 'nothing' in str(error)\n"
-        "else: raise AssertionError('no error')\n"
-    )
-
-
 def test_what_pages_named_before_folders_is_there_for_one_release() -> None:
     from trainer_bridge.rollouts.sampling import check_sampling
     from trainer_bridge.sampling import check_sampling as before

@@ -1,7 +1,6 @@
 """What is reported of a version that changed something, and that nothing else is."""
 
 import importlib.util
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from sgl_fp8rl.engine import compat
-from tests import run as suites
 from tests.drift import __main__ as drift
 from tests.drift.ours import Ours
 from tests.drift.sources import Sources
@@ -166,33 +164,6 @@ def test_what_a_tested_version_has_is_no_change(make: Make) -> None:
 def test_a_version_alone_is_compared_with_nothing(make: Make) -> None:
     with pytest.raises(SystemExit, match=r"has SGLang 0\.5\.1 alone: name another version"):
         changes(make("0.5.1"), make("0.5.1"))
-
-
-def test_tests_run_where_the_version_is_installed(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[suites.Suite] = []
-
-    def run(suite: suites.Suite, extra: tuple[str, ...]) -> suites.Result:
-        ran.append(suite)
-        return suites.Result(suite, 1, 61.0, 3, 1, failures=("tests/test_x.py::test_y: why",))
-
-    monkeypatch.setattr(suites, "run", run)
-    version = compat.sglang_version()
-    for each in (version, "0.5.1", "0.5.2"):
-        make(each)
-    given = ["--base", str(tmp_path / "0.5.1"), "--python", sys.executable]
-    with pytest.raises(SystemExit):
-        drift.main([str(tmp_path / "0.5.2"), *given])
-    assert f"--python has SGLang {version}: give its wheel too" in capsys.readouterr().err
-    assert not ran
-    drift.main([str(tmp_path / "0.5.2"), str(tmp_path / version), *given])
-    assert {suite.python for suite in ran} == {Path(sys.executable)}
-    text = capsys.readouterr().out
-    assert f'`make drift SGLANG="0.5.2 {version}" TESTS="{version}"`' in text
-    rows = [line for line in text.splitlines() if line.startswith("| 0.5")]
-    assert [row.split(" | ")[-1] for row in rows] == ["not run |", "FAILED, FAILED |"]
-    assert text.count("FAILED: 3 passed, 1 failed, 0 skipped, 1:01\n\n- tests/test_x.py") == 2
 
 
 @pytest.fixture(scope="module")

@@ -333,17 +333,6 @@ def test_an_update_that_fails_ends_what_waits_for_it(server: Server, policy: Pat
     assert_serves(server, policy, update(server, policy))
 
 
-def test_a_client_that_gives_up_meanwhile(server: Server, policy: Path) -> None:
-    version = version_of(server) + 1
-    with caught(server, rid="given-up") as (events, _), caught(server) as (others, _):
-        with by_hand(server, policy, version) as trainer:
-            assert server.status_of("/abort_request", b'{"rid": "given-up"}') == 200
-            trainer.commit_from(0)
-        assert events.result(CALL_TIMEOUT_S)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
-        changes(others.result(CALL_TIMEOUT_S)[-1], version - 1, version)
-    assert_serves(server, policy, version)
-
-
 def test_a_paused_engine(server: Server, policy: Path) -> None:
     """What cannot finish is not awaited; what is retracted goes on when it may."""
     old = version_of(server)

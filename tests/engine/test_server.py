@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event
@@ -341,25 +341,6 @@ def test_trainer_is_killed(server: Server, policies: Policies, sent: int) -> Non
     assert_serves(server, policy, update(server, policy))
 
 
-def buckets_of(server: Server) -> int:
-    """How many buckets of trainers the processes of a server have mapped."""
-    found = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            if os.getsid(int(process.name)) == server.process.pid:
-                found += (process / "maps").read_text().count("fp8rl-bucket")
-    return found
-
-
-def test_an_idle_server_lets_go_of_a_trainer_that_closes(server: Server, policy: Path) -> None:
-    version = version_of(server) + 1
-    trainer_bridge.update(STREAMS["bf16"](policy), server.address, version=version)
-    assert buckets_of(server) == 1
-    trainer_bridge.close(server.address)
-    assert buckets_of(server) == 0
-    assert_serves(server, policy, version)
-
-
 # ---- two trainers, and requests at the time of an update ---------------------------------------
 
 
@@ -472,19 +453,6 @@ def test_a_release_that_would_wait_for_ever_is_refused(server: Server, policies:
     *_, last = stream
     assert last["meta_info"]["policy_version"] == [version] * 400
     assert_serves(server, policies("qwen3")[0], version)
-
-
-def test_paused_server_stays_paused(server: Server, policy: Path) -> None:
-    assert server.status_of("/pause_generation", b'{"mode": "abort"}') == 200
-    with ThreadPoolExecutor() as pool:
-        waiting = generate_later(pool, server)
-        version = update(server, policy)
-        with pytest.raises(FutureTimeoutError):
-            waiting.result(STILL_WAITING_S)
-        assert server.status_of("/continue_generation", b"{}") == 200
-        (reply,) = waiting.result(CALL_TIMEOUT_S)
-    assert_one_version(reply, {version})
-    assert_serves(server, policy, version)
 
 
 @pytest.mark.guarantee("one-version", fault="updates while requests are sent")
