@@ -77,16 +77,6 @@ MAY_NAME_VARIABLES = {
     "sgl_fp8rl/tools/doctor/installation.py": "says which of them no option reads",
     "sgl_fp8rl/engine/control/internal_requests.py": "names SGLang's warm-up, not a variable",
 }
-ENTRIES = {
-    ("sgl_fp8rl/options.py", "read_options"),
-    ("sgl_fp8rl/engine/startup/activate.py", "check_scheduler_args"),
-    ("sgl_fp8rl/engine/layers/quant_config.py", "FP8RLConfig.__init__"),
-    ("sgl_fp8rl/engine/startup/loader.py", "choose_loader"),
-    ("sgl_fp8rl/engine/startup/kv_setup.py", "with_token_scales"),
-    ("sgl_fp8rl/verl/server.py", "_our_arguments.Arguments.__new__"),
-    ("sgl_fp8rl/engine/control/control.py", "Control.__init__"),
-}
-"""Where a process enters our code; ``sgl_fp8rl/options.py`` says what each hands on."""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -106,17 +96,6 @@ def names_a_variable(tree: ast.Module) -> bool:
         if {getattr(node, "id", None), getattr(node, "attr", None)} & makers:
             return True
     return False
-
-
-def callers(tree: ast.AST, called: str, scope: str = "") -> Iterator[str]:
-    """The functions in which ``called`` is called, by their names inside of the module."""
-    for node in ast.iter_child_nodes(tree):
-        inner = scope
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            inner = f"{scope}.{node.name}".lstrip(".")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == called:
-            yield scope
-        yield from callers(node, called, inner)
 
 
 def test_one_file_of_a_side_reads_the_environment() -> None:
@@ -141,13 +120,3 @@ def test_one_file_of_a_side_reads_the_environment() -> None:
 )
 def test_a_planted_read_is_found(line: str, is_found: bool) -> None:
     assert names_a_variable(ast.parse(line)) is is_found
-
-
-def test_options_are_handed_on_from_where_a_process_enters() -> None:
-    found = {(path, name) for path, tree in sources() for name in callers(tree, "current_options")}
-    assert found == ENTRIES
-
-
-def test_a_planted_call_is_found() -> None:
-    code = "class A:\n    def b(self):\n        return [options.current_options().key]"
-    assert list(callers(ast.parse(code), "current_options")) == ["A.b"]

@@ -160,17 +160,6 @@ def test_a_block_fp8_checkpoint_may_have_powers_of_two(monkeypatch: pytest.Monke
         assert settings.from_config(checkpoint).formats == [BLOCK_FP8]
 
 
-def test_a_gpu_without_its_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, refused in (((8, 0), False), ((9, 0), False), ((10, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        if refused:
-            with pytest.raises(ValueError, match=r"int8 needs SM 9\.0 or older"):
-                config(monkeypatch, format="int8")
-        else:
-            config(monkeypatch, format="int8")
-
-
 @every_format
 def test_an_export_is_refused(fmt: WeightFormat) -> None:
     weights = toy.engine(by_row(0, fmt.dtypes[0]), BY_ROW)

@@ -298,44 +298,6 @@ def test_a_compiled_model_runs_the_original() -> None:
 
 
 @torch.no_grad()
-def test_the_linear_takes_what_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_called(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("quantized again")
-
-    layer = Layer()
-    fusion.fuse(model(layer))
-    x = layer.input_layernorm(rows(4, HIDDEN))
-    monkeypatch.setattr(activation_triton, "quantize_tokens", not_called)
-    assert gemm.quantized(x, x.view(-1, HIDDEN)) is attached(x)
-    with pytest.raises(AssertionError, match="quantized again"):
-        gemm.quantized(x.clone(), x.view(-1, HIDDEN))
-
-
-@torch.no_grad()
-def test_control_a_tensor_that_changed_is_not_used() -> None:
-    layer = Layer()
-    fusion.fuse(model(layer))
-    y = layer.input_layernorm(rows(4, HIDDEN))
-    assert attached(y) is not None
-    y += 1  # say, an adapter between the norm and the linear
-    layer.self_attn.qkv_proj(y)
-    assert layer.self_attn.qkv_proj.found is None
-    assert y.untyped_storage().fp8rl_quantized is not None  # there, and stale
-
-
-@torch.no_grad()
-def test_a_norm_in_place_attaches_anew() -> None:
-    layer = Layer()
-    fusion.fuse(model(layer))
-    x = layer.input_layernorm(rows(4, HIDDEN))
-    first = attached(x)
-    y, _ = layer.post_attention_layernorm(x, rows(4, HIDDEN, seed=1))
-    assert y is x and attached(y) is not first
-    layer.mlp.gate_up_proj(y)
-    assert_found(layer.mlp.gate_up_proj)
-
-
-@torch.no_grad()
 def test_sglangs_communicator_hands_on_the_very_tensor() -> None:
     communicator = pytest.importorskip("sglang.srt.layers.communicator")
     layer = Layer()

@@ -35,7 +35,7 @@ TOWER = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 2}
 LAYERS = "language_model.model.layers."
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
-    # names that say "visual", "vision_model" and "multi_modal_projector"
+    # names that say "visual"
     "qwen2_5_vl": (
         "qwen2_5_vl:Qwen2_5_VLForConditionalGeneration",
         {
@@ -44,22 +44,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
             | {"depth": 1, "out_hidden_size": 256, "fullatt_block_indexes": [0]},
         },
         "model.layers.",
-    ),
-    "mllama": (
-        "mllama:MllamaForConditionalGeneration",
-        {
-            "text_config": TEXT | {"cross_attention_layers": [0]},
-            "vision_config": {
-                "hidden_size": 256,
-                "intermediate_size": 256,
-                "num_hidden_layers": 1,
-                "num_global_layers": 1,
-                "attention_heads": 2,
-                "vision_output_dim": 512,
-                "intermediate_layers_indices": [0],
-            },
-        },
-        LAYERS,
     ),
     # SGLang gives the layers of these towers no name that is the tower's
     "voxtral": (

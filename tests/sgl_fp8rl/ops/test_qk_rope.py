@@ -63,29 +63,25 @@ def test_control_a_norm_that_rounds_elsewhere_is_seen(
         assert_near(made.on("cpu").run(norm_rope_store).left(), made.want())
 
 
-def spoil(made: Case, name: str) -> None:
-    assert made.norms is not None
-    if name == "eps":
-        made.norms = replace(made.norms, eps=made.norms.eps * 0.9)
-    elif name == "weights swapped":
-        made.norms = Norms(made.norms.k_D, made.norms.q_D, made.norms.eps)
-    elif name == "interleaved":  # GPT-J's order of cosines
-        made.cos_sin_PD = made.cos_sin_PD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
-    elif name == "positions":
-        made.positions_T = made.positions_T.flip(0)
-    elif name == "scales swapped":
-        made.scale_2H = made.scale_2H.flip(0)
+SPOILS: dict[str, Callable[[Case, Norms], dict[str, Any]]] = {
+    "eps": lambda made, norms: {"norms": replace(norms, eps=norms.eps * 0.9)},
+    "weights swapped": lambda made, norms: {"norms": Norms(norms.k_D, norms.q_D, norms.eps)},
+    # GPT-J's order of cosines
+    "interleaved": lambda made, norms: {
+        "cos_sin_PD": made.cos_sin_PD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+    },
+    "positions": lambda made, norms: {"positions_T": made.positions_T.flip(0)},
+    "scales swapped": lambda made, norms: {"scale_2H": made.scale_2H.flip(0)},
+}
 
 
-@pytest.mark.parametrize(
-    "name", ["eps", "weights swapped", "interleaved", "positions", "scales swapped"]
-)
+@pytest.mark.parametrize("name", SPOILS)
 def test_control_a_wrong_argument_is_seen(name: str) -> None:
     made = exact((5, 4, 2, 64), normed=True)
-    want = made.want()
-    spoil(made, name)
+    assert made.norms is not None
+    spoilt = replace(made, **SPOILS[name](made, made.norms))
     with pytest.raises(AssertionError, match="differ"):
-        assert_equal(made.on("cpu").run(norm_rope_store).left(), want)
+        assert_equal(spoilt.on("cpu").run(norm_rope_store).left(), made.want())
 
 
 @pytest.mark.parametrize(

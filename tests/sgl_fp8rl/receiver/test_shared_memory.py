@@ -251,18 +251,6 @@ def test_segments_are_asked_for_before_they_are_read(mappings: list[FakeMapping]
     assert (shared.known(), [m.closed for m in mappings]) == (["t"], [1, 0])
 
 
-def test_everything_is_let_go(mappings: list[FakeMapping]) -> None:
-    shared = SharedMemory(GPU)
-    for _ in range(2):
-        shared.open_bucket({"name": "b", "handle": handle_of(8192).to_json()}, [])
-        shared.open_segments({"name": "s", "handles": [handle_of(64).to_json()] * 2, "places": {}})
-        assert shared.known() == ["b", "s"]
-        shared.close()
-        shared.close()
-        assert shared.known() == []
-    assert [mapping.closed for mapping in mappings] == [1] * 6
-
-
 # -- as long as the trainer lives
 
 
