@@ -106,10 +106,3 @@ def test_the_check_finds_what_is_left_out() -> None:
         return left + right
 
     assert faults(call, inspect.getdoc(call) or "") == ["right", "Returns", "Raises"]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_pdoc_renders_every_name(module: ModuleType) -> None:
-    pdoc.render.configure(docformat="google")
-    page = pdoc.render.html_module(pdoc.doc.Module(module), {})
-    assert not [name for name in public(module) if f'id="{name}"' not in page]

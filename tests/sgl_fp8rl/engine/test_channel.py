@@ -53,6 +53,9 @@ def test_a_gpu_without_kernels_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert config(monkeypatch, format=fmt).formats[0].name == CHOICES[fmt].name
+    if fmt == "int8":  # an older one has its kernels
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+        config(monkeypatch, format=fmt)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with pytest.raises(ValueError, match="this GPU has no kernels"):
         config(monkeypatch, format=fmt)

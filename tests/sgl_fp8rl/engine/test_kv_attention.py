@@ -161,27 +161,20 @@ def test_paged_attention_is_that_of_the_scaled_values(scaled: tuple[KVScales, An
         assert fakes.relative_error(out, other) > ERROR
 
 
-def test_decode_sees_the_window() -> None:
+def test_decode_sees_the_window_and_the_cap_of_logits() -> None:
     _, (layer,) = fakes.scaled()
-    layer.sliding_window_size = 7
+    every, scales = torch.arange(TOKENS + 2), layer.fp8rl_layer.scales.scales[0]
+    q, uncapped, backend = decode_step(layer)
+    # all scores are the same: the mean of V
+    mean = fakes.reference(torch.zeros_like(q), backend, every, scales, DIM**-0.5)
+    layer.logit_cap = 1e-6
+    _, capped, _ = decode_step(layer)
+    assert fakes.relative_error(capped, mean) < ERROR < fakes.relative_error(uncapped, mean)
+    layer.logit_cap, layer.sliding_window_size = 0.0, 7
     q, out, backend = decode_step(layer)
-    seen = torch.arange(TOKENS + 2 - 8, TOKENS + 2)
-    scales = layer.fp8rl_layer.scales.scales[0]
-    wanted = fakes.reference(q, backend, seen, scales, DIM**-0.5)
-    assert fakes.relative_error(out, wanted) < ERROR
-    wider = fakes.reference(q, backend, torch.arange(TOKENS + 2), scales, DIM**-0.5)
-    assert fakes.relative_error(out, wider) > ERROR
-
-
-def test_decode_caps_logits() -> None:
-    _, (layer,) = fakes.scaled()
-    uncapped = decode_step(layer)[1]
-    layer.logit_cap = 1e-6  # all scores are the same: the mean of V
-    _, out, backend = decode_step(layer)
-    q = torch.zeros(1, HEADS * GROUP * DIM, dtype=BF16)
-    scales = layer.fp8rl_layer.scales.scales[0]
-    mean = fakes.reference(q, backend, torch.arange(TOKENS + 2), scales, DIM**-0.5)
-    assert fakes.relative_error(out, mean) < ERROR < fakes.relative_error(uncapped, mean)
+    for seen, is_seen in ((every[-8:], True), (every, False)):
+        wanted = fakes.reference(q, backend, seen, scales, DIM**-0.5)
+        assert (fakes.relative_error(out, wanted) < ERROR) is is_seen
 
 
 def test_decode_has_the_sinks_that_sglang_passes() -> None:

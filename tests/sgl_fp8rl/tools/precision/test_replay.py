@@ -72,15 +72,6 @@ def test_the_model_is_left_as_it_was(load: Load) -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_batches_do_not_matter(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load("qwen3", torch.float32)
-    groups = fp8_groups(model)
-    together = replay_of(model).divergence(groups).kl
-    monkeypatch.setitem(tokens.BATCH_TOKENS, "cpu", 1)
-    assert len(tokens.batches_of(TEXTS, model.device)) == len(TEXTS)
-    assert replay_of(model).divergence(groups).kl == pytest.approx(together, rel=BATCHING)
-
-
 def test_nan_in_the_models_own_logits_is_refused(load: Load) -> None:
     model = load("qwen3")
     model.model.norm.weight.data[0] = torch.nan
