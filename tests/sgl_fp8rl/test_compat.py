@@ -1,75 +1,58 @@
-"""What we write into SGLang is in ``engine/``; what we use of it is in ``compat``, and is there."""
+"""What we use of SGLang is named in ``compat``, and is there."""
 
 import ast
 import asyncio
-import re
-from collections.abc import Mapping
-from functools import cache
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from http import HTTPStatus
+from ipaddress import IPv4Address
+from logging import Logger
 from pathlib import Path
+from subprocess import Popen
+from threading import Event, Thread
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fastapi import FastAPI, Request
+from torch import nn
 
 from sgl_fp8rl.engine import compat
-from tests.sgl_fp8rl.sglang_uses import Use, Uses, fields_of, is_ours
 from tests.test_imports import PACKAGES, ROOT
 
-ENGINE = "sgl_fp8rl/engine/"
-"""What it reads of SGLang's objects is named in ``compat``."""
-COMPAT = f"{ENGINE}compat/"
-"""Looks it up."""
-NOT_SGLANG = {
-    # transformers' modules; tests/test_imports.py shows that no SGLang is loaded
-    "sgl_fp8rl/tools/precision/": r"(module|decoder|head)\..*",
-    # the training frameworks' own objects
-    "trainer_bridge/adapters/slime.py": r"actor\.UpdateWeightFromDistributed",
-    "trainer_bridge/adapters/trl.py": r"(self\._)?trainer\..*|kept\[name\]\.append",
-    "sgl_fp8rl/verl/": r"(object\.__setattr__\()?config\b.*|output\..*|fields\[.*",
-    # torch's, and modules of transformers
-    "trainer_bridge/sources/adapters.py": r"plain\.config",
-    "trainer_bridge/fp8/engine_norms.py": r"norm\.__class__",
-    "trainer_bridge/kv/fp8_attention.py": r"ctx\.scale|setattr\(module, .*FAKE_QUANTIZED, kv\)",
-    "trainer_bridge/fp8/fp8_layers.py": r"(ctx|module)\..*|super\(\)\.__setattr__\(name, value\)",
-    "trainer_bridge/fp8/fp8_weights.py": r"local\.fsdp_.*|out\.codes",
-    # the import system's
-    "sgl_fp8rl/after_import.py": r"spec\.loader\.exec_module",
-}
-"""Writes outside of ``engine/`` into what the test cannot tell from SGLang's, by file or folder."""
+ENGINE = ROOT / "sgl_fp8rl" / "engine"
+"""What it reads of SGLang's objects, or writes into them, is named in ``compat``."""
+READS, WRITES = ("getattr", "hasattr"), ("setattr", "delattr")
 COMPUTED = {
     "setattr(server_args, name, value)",  # the names are two lines above, and in ATTRIBUTES
     "setattr(sent, name, None)",  # the names are OPAQUE, in ATTRIBUTES
     "delattr(layer, name)",  # all parameters of a layer, which are then made anew
 }
-"""Writes in ``engine/`` whose name the code computes."""
-OF_OURS = {"is_compiled", "kernel", "keep_bf16", "making_pools", "power_of_two_scales"}
-"""Read through SGLang's objects: of our methods, which its layers hold, and of our platform."""
-NAMESPACES = {"comm", "deterministic", "moe"}
-"""SGLang groups its arguments by these as it starts; ATTRIBUTES has their fields, ServerArgs'."""
-GENERAL = {"architectures", "fn", "format_ue8m0", "func", "scope", "value"}.union(
-    *map(dir, (torch.Tensor, torch.nn.Module, dict, list, str, FunctionType, compat)),
-    *map(dir, (asyncio.BaseEventLoop, asyncio.Lock, FastAPI, Request)),
+"""Writes whose name the code computes."""
+GENERAL = {"architectures", "comm", "fn", "multi_processor_count", "returncode", "scope"}.union(
+    ("__self__", "format_ue8m0", "ipv4_mapped", "tie_word_embeddings", "tobytes"),
+    *map(dir, (torch, torch.Tensor, torch.cuda, nn, nn.Module, nn.functional, FunctionType)),
+    *map(dir, (dict, list, str, set, Path, Counter, Logger, Popen, Event, Thread, Future)),
+    *map(dir, (asyncio.BaseEventLoop, asyncio.Task, asyncio.Lock, FastAPI, Request)),
+    *map(dir, (HTTPStatus, IPv4Address, os.stat_result, compat)),
 )
-"""Not SGLang's names, though its objects may have them: of torch, Python and transformers."""
+"""Not SGLang's names, though its objects may have them: of Python, torch and transformers."""
 
 
-@cache
-def trees() -> dict[str, ast.Module]:
-    """The code of the three packages, by path."""
-    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
-
-
-@cache
-def fields() -> set[str]:
-    """Attributes of all classes of the three packages."""
-    return set().union(*map(fields_of, trees().values()))
-
-
-def uses_of(trees: Mapping[str, ast.Module]) -> dict[str, Uses]:
-    return {path: Uses(tree, fields()) for path, tree in trees.items()}
+def ours() -> set[str]:
+    """Names of our modules, functions and classes, and of what these have."""
+    found = set()
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        found.update(path.with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(getattr(node, "ctx", None), ast.Store):
+                found.add(ast.unparse(node).removeprefix("self."))
+    return found
 
 
 def named() -> set[str]:
@@ -80,122 +63,55 @@ def named() -> set[str]:
     return names.union(compat.SYMBOLS, (path.rpartition(".")[2] for path in paths))
 
 
-def unnamed(uses: Mapping[str, Uses]) -> set[str]:
-    """What is written into SGLang's objects, or read of them, and not named in ``compat``."""
-    known, general = named(), GENERAL | OF_OURS | NAMESPACES
-
-    def is_new(use: Use) -> bool:
-        return use.name not in known and not is_ours(use.name)
-
-    found = set()
-    for path, each in uses.items():
-        if path.startswith(ENGINE):
-            found |= {u.code for u in each.writes if is_new(u) and u.code not in COMPUTED}
-            reads = [u for u in each.reads if is_new(u) and u.name and u.name not in general]
-            found |= {u.code for u in reads if not path.startswith(COMPAT)}
-    return found
+def uses(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Name and code of each attribute that is read or written, but for those of modules."""
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
+    modules = {alias.asname or alias.name.partition(".")[0] for n in imports for alias in n.names}
+    for node in ast.walk(tree):
+        code = ast.unparse(node)
+        if isinstance(node, ast.Attribute) and code.partition(".")[0] not in modules:
+            yield node.attr, code
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (*READS, *WRITES):
+            name = getattr(node.args[1], "value", None)
+            if isinstance(name, str) or ast.unparse(node.func) in WRITES:
+                yield str(name), code
 
 
-def elsewhere(uses: Mapping[str, Uses]) -> set[str]:
-    """What is written into SGLang's objects outside of ``engine/``."""
+def unnamed(tree: ast.AST, known: set[str]) -> set[str]:
     return {
-        use.code
-        for path, each in uses.items()
-        for use in each.writes
-        if not path.startswith(ENGINE)
-        and not any(
-            path.startswith(place) and re.fullmatch(code, use.code)
-            for place, code in NOT_SGLANG.items()
-        )
+        code
+        for name, code in uses(tree)
+        if name not in known and not name.startswith(("fp8rl", "_fp8rl"))
     }
 
 
-def test_what_is_used_of_sglang_is_named_and_written_into_in_one_folder() -> None:
-    """And each exception is needed."""
-    uses = uses_of(trees())
-    assert unnamed(uses) == set()
-    assert elsewhere(uses) == set()
-    writes = {(path, use.code) for path, each in uses.items() for use in each.writes}
-    for place, code in NOT_SGLANG.items():
-        assert any(path.startswith(place) and re.fullmatch(code, found) for path, found in writes)
-    assert {code for _, code in writes} >= COMPUTED
-    names = {use.name for each in uses.values() for use in each.reads}
-    assert names >= OF_OURS | NAMESPACES
+def test_what_is_used_of_sglang_is_named() -> None:
+    """And each exception is needed. ``tests/test_imports.py`` has that only ``engine/`` uses it."""
+    known = ours() | named() | GENERAL
+    paths = [path for path in ENGINE.rglob("*.py") if "compat" not in path.parts]
+    found = set().union(*(unnamed(ast.parse(path.read_text()), known) for path in paths))
+    assert found == COMPUTED
 
 
-HOOK = "def hook(original: Any, scheduler: Any, *args: Any) -> Any:\n    "
-WRITES = {
-    "scheduler.new_queue, x = [], 0": "scheduler.new_queue",
-    "scheduler.waiting.new_queue += [1]": "scheduler.waiting.new_queue",
-    "del scheduler.new_queue": "scheduler.new_queue",
-    # also a name that one of our classes has
-    "scheduler.connection = 1": "scheduler.connection",
-    "each = scheduler.all()[0]; each.connection = 1": "each.connection",
-    "for each in list(scheduler.all()): each.connection = 1": "each.connection",
-    "(each,) = [original(scheduler)]; self.scheduler.new_queue = 1": "self.scheduler.new_queue",
-    "scheduler.new_queue[0] = 1": "scheduler.new_queue[0]",
-    "del scheduler.new_queue[0]": "scheduler.new_queue[0]",
-    "compat.NEW_METHODS['fp8rl'] = 1": "compat.NEW_METHODS['fp8rl']",
-    "compat.NEW_METHODS.append('fp8rl')": "compat.NEW_METHODS.append",
-    "methods = compat.NEW_METHODS; methods.update(x=1)": "methods.update",
-    "compat.add_new_choices(['fp8rl'])": "compat.add_new_choices",
-    "setattr(scheduler, 'new_queue', 1)": "setattr(scheduler, 'new_queue', 1)",
-    "setattr(scheduler, name, 1)": "setattr(scheduler, name, 1)",
-    "delattr(scheduler, 'new_queue')": "delattr(scheduler, 'new_queue')",
-    "object.__setattr__(scheduler, 'new', 1)": "object.__setattr__(scheduler, 'new', 1)",
-    "scheduler.__dict__['new_queue'] = 1": "scheduler.__dict__['new_queue']",
-}
-
-
-@pytest.mark.parametrize("code", WRITES)
-@pytest.mark.parametrize("folder", ["sgl_fp8rl/engine", "sgl_fp8rl/receiver", "trainer_bridge"])
-def test_a_planted_write_is_found(folder: str, code: str) -> None:
-    uses = uses_of({f"{folder}/planted.py": ast.parse(HOOK + code)})
-    found = unnamed(uses) if folder == "sgl_fp8rl/engine" else elsewhere(uses)
-    assert WRITES[code] in found
-
-
-def test_a_write_of_a_named_attribute_belongs_into_the_folder() -> None:
-    named = ast.parse(HOOK + "scheduler.waiting_queue = []; compat.HookRegistry.register(a, b)")
-    assert unnamed(uses_of({f"{ENGINE}planted.py": named})) == set()
-    both = {"scheduler.waiting_queue", "compat.HookRegistry.register"}
-    assert elsewhere(uses_of({"server_args/planted.py": named})) == both
-
-
-def test_our_own_objects_are_not_sglangs() -> None:
-    for code in (
-        "self.queue = []",
-        "mine = Session(); mine.queue = []",
-        "queue = []; queue.append(scheduler)",
-        "scheduler.fp8rl_kv.measuring = True",
-        "torch.backends.cudnn.enabled = False",
-    ):
-        planted = ast.parse(f"import torch\n{HOOK}{code}\nclass Session:\n    measuring: bool")
-        assert elsewhere(uses_of({"trainer_bridge/planted.py": planted})) == set()
-
-
-@pytest.mark.parametrize("folder", ["sgl_fp8rl/engine", "sgl_fp8rl/engine/gemm"])
 @pytest.mark.parametrize(
     "code",
     [
-        "scheduler._new_private",
-        "getattr(scheduler, '_new_private', None)",
+        "scheduler.new_queue",
+        "scheduler.new_queue = 1",
+        "del scheduler.new_queue",
         "compat.Engine._new_private",
         "our_function(scheduler)._new_private",
-        "self._new_private",
-        "original.__globals__['_new_private']",
-        "scheduler.new_public",
+        "getattr(scheduler, '_new_private', None)",
         "hasattr(scheduler.tp_worker, 'new_public')",
+        "setattr(scheduler, 'new_queue', 1)",
+        "setattr(scheduler, name, 1)",
     ],
 )
-def test_a_planted_read_is_found(folder: str, code: str) -> None:
-    planted = ast.parse(HOOK + code)
-    assert unnamed(uses_of({f"{folder}/planted.py": planted})) == {code}
-    bundle = "class Call(NamedTuple):\n    backend: Any\n"
-    held = ast.parse(f"{bundle}def hook(call: Call):\n    call.backend.new_public")
-    assert unnamed(uses_of({f"{folder}/planted.py": held})) == {"call.backend.new_public"}
-    own = f"class Ours:\n    def _new_private(self):\n        return self._new_private\n{HOOK}pass"
-    assert unnamed(uses_of({f"{folder}/planted.py": ast.parse(own)})) == set()
+def test_a_planted_use_is_found(code: str) -> None:
+    known = ours() | named() | GENERAL
+    assert len(unnamed(ast.parse(f"import torch\n{code}"), known)) == 1
+    for other in ("scheduler.waiting_queue = []", "scheduler.fp8rl_kv.measuring", "torch.new.name"):
+        assert unnamed(ast.parse(f"import torch\n{other}"), known) == set()
 
 
 def test_sglang_has_each_symbol_and_hook_target() -> None:
