@@ -81,6 +81,9 @@ def check(plan: TransferPlan, named: Named) -> None:
         assert plan.manifest.tensors[name].dtype == tensors[name].dtype
         assert seen[name] == raw(tensors[name])
     assert plan.manifest.mapped == plan.offsets.keys()
+    assert plan.mapped_bytes == sum(held[name].nbytes for name in plan.offsets)
+    for source, spans in zip(plan.sources, plan.spans, strict=True):
+        assert not (spans and source.cuts[0][0] in plan.offsets), "it is copied too"
 
 
 # -- any trainer
@@ -161,44 +164,6 @@ def test_the_comparison_tells_a_run_that_is_off_by_one() -> None:
         check(plan, named)
 
 
-# -- how many copies it takes
-
-
-@pytest.mark.parametrize(
-    ("shapes", "chunk_bytes", "runs"),
-    [
-        # four experts' gate and up matrices, eight HF tensors: one span where one chunk holds them
-        pytest.param({FUSED: (4, 32, 16)}, 4096, [[(0, 0, 2048, 0)]], id="experts"),
-        pytest.param(
-            {FUSED: (4, 32, 16)},
-            1536,  # three of the eight matrices
-            [[(0, 0, 768, 0), (1, 768, 768, 1536), (2, 1536, 512, 0)]],
-            id="experts over chunks",
-        ),
-        pytest.param(
-            {"w": (640, 8)},
-            4096 + 256,  # 256 of its rows, and no whole block more
-            [[(0, 0, 2048, 0), (1, 2048, 2048, 4352), (2, 4096, 1024, 0)]],
-            id="a matrix over chunks",
-        ),
-        # each HF tensor starts at a multiple of 64 bytes, so these cannot follow each other
-        pytest.param(
-            {FUSED: (2, 6, 5)}, 4096, [[(0, 15 * i, 15, 64 * i) for i in range(4)]], id="gaps"
-        ),
-        pytest.param(
-            {"a": (4, 16), "b": (4, 16)}, 4096, [[(0, 0, 64, 0)], [(0, 0, 64, 128)]], id="two"
-        ),
-    ],
-)
-def test_what_follows_each_other_in_a_chunk_is_one_copy(
-    shapes: dict[str, tuple[int, ...]], chunk_bytes: int, runs: list[list[tuple[int, ...]]]
-) -> None:
-    named = [(name, values(shape).to(BF16)) for name, shape in shapes.items()]
-    plan = plan_of(named, chunk_bytes)
-    assert runs_of(plan) == runs
-    check(plan, named)
-
-
 def test_tensors_in_another_order_than_in_their_parameter_are_copied_apart() -> None:
     named = [("w", values((4, 32)).to(BF16))]
     cuts = (("late", lambda whole: whole[2:]), ("early", lambda whole: whole[:2]))
@@ -214,40 +179,6 @@ def test_scales_have_their_turn_beside_their_codes() -> None:
     assert plan.turns == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     plan = plan_of([("w_scale_inv", scales), ("v", values((4,))), ("w", codes)], 1280)
     assert plan.turns == [(0, 1), (0, 2), (0, 0), (1, 2), (1, 0), (2, 2), (2, 0)]
-
-
-# -- mapped
-
-
-def test_what_is_mapped_is_announced_as_it_is_held_and_is_not_copied() -> None:
-    named = [
-        ("a", values((4, 16))),
-        (FUSED, values((2, 6, 5))),
-        ("b", values((4, 16))),
-    ]
-    plan = plan_of(named, 4096, [FUSED])
-    dtypes = {name: spec.dtype for name, spec in plan.manifest.tensors.items()}
-    assert (dtypes.pop("a"), dtypes.pop("b")) == (BF16, BF16)
-    assert set(dtypes.values()) == {torch.float32}
-    base = "l.mlp.experts."
-    halves = [f"{base}{e}.{x}_proj.weight" for e in (0, 1) for x in ("gate", "up")]
-    assert plan.offsets == {name: (1, 60 * i) for i, name in enumerate(halves)}
-    assert plan.mapped_bytes == 2 * 6 * 5 * 4
-    assert runs_of(plan) == [[(0, 0, 64, 0)], [], [(0, 0, 64, 128)]]
-    assert [[chunk_slice.name for chunk_slice in chunk] for chunk in plan.chunks] == [
-        ["a", "b"],
-        halves,
-    ]
-    check(plan, named)
-
-
-def test_all_may_be_mapped() -> None:
-    named = [("a", values((4, 16)).to(BF16)), ("b", values((7,)))]
-    plan = plan_of(named, 256, ["a", "b"])
-    assert runs_of(plan) == [[], []]
-    assert plan.offsets == {"a": (0, 0), "b": (1, 0)}
-    assert plan.mapped_bytes == plan.manifest.nbytes == 4 * 16 * 2 + 7 * 4
-    assert len(plan.chunks) == 1
 
 
 def test_host_memory_is_not_mapped() -> None:
