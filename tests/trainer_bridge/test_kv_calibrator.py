@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
@@ -307,45 +306,6 @@ def test_inference_mode_and_gradients_may_alternate() -> None:
         scales = calibrator.scales()
         assert not scales.requires_grad
     assert same(scales, expected([[one, other]], 2))
-
-
-# -- the margin
-
-MARGIN_COST = 1 + 1e-6
-"""Error of a margin of 2 over that of a margin of 1; measured 1 + 1.7e-8."""
-
-
-@pytest.mark.parametrize("outliers", [1.0, 30.0])
-def test_a_margin_costs_no_accuracy(outliers: float) -> None:
-    """E4M3 is a float; a control, 448 evenly spaced codes a side, loses half of its accuracy."""
-    made = torch.Generator().manual_seed(0)
-    x = torch.randn(1 << 16, generator=made, dtype=torch.float64)
-    x[::64] *= outliers
-    one = x.view(1, 1, -1, 64)
-
-    def error(margin: float, codes: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        calibrator = KVCalibrator(1, 1, margin=margin)
-        calibrator.observe(0, one, one)
-        scale = calibrator.scales()[0, 0, 0].double()
-        back = codes(x / scale) * scale
-        return float((back - x).square().mean().sqrt())
-
-    e4m3 = [error(m, lambda y: y.float().to(torch.float8_e4m3fn).double()) for m in (1.0, 2.0)]
-    even = [error(m, torch.round) for m in (1.0, 2.0)]
-    assert 1 / MARGIN_COST < e4m3[1] / e4m3[0] < MARGIN_COST
-    assert even[1] / even[0] > 1.9
-
-
-def test_values_of_codes_are_exact_in_bf16() -> None:
-    """Under the calibrator's scales, not under what they are rounded from, the control."""
-    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    scales, unrounded = KVCalibrator(1, 2), KVCalibrator(1, 2)
-    for found, is_exact in (
-        (observed(scales, [[batch(0)]]).scales(), True),
-        (measured(observed(unrounded, [[batch(0)]])) * 2 / 448, False),
-    ):
-        values = codes * found.float().view(-1, 1)
-        assert torch.equal(values.bfloat16().float(), values) is is_exact
 
 
 # -- refusals
