@@ -77,18 +77,6 @@ def check_sentence(error: Exception) -> None:
     assert "\n" not in text and 40 < len(text) < 1000, text
 
 
-@pytest.mark.guarantee("malformed", fault="a reply to a request of the wrong types")
-@pytest.mark.parametrize("broken", MALFORMED)
-def test_a_malformed_reply_loses_one_sample(broken: Any) -> None:
-    result = rollout(BrokenEngine(broken), PROMPTS, {}, routed_experts=True)
-    assert list(result.errors) == [BROKEN]
-    check_sentence(result.errors[BROKEN])
-    assert f"reply {BROKEN} " in str(result.errors[BROKEN])
-    assert result.finish_reasons == ["stop", "error", "stop"]
-    assert result.tokens == [[0], [], [20, 21, 22]]
-    assert [len(experts) for experts in result.routed_experts or []] == [1, 0, 3]
-
-
 def test_a_sound_reply_loses_none() -> None:
     """The control."""
     result = rollout(BrokenEngine(reply_with("text", "")), PROMPTS, {}, routed_experts=True)
@@ -126,21 +114,23 @@ BREACHES = [
 ]
 
 
+@pytest.mark.guarantee("malformed", fault="a reply to a request of the wrong types")
 @pytest.mark.guarantee("rollouts", fault="a reply that breaks the logprob contract")
-@pytest.mark.parametrize(("part", "name"), BREACHES)
-def test_a_reply_that_breaks_the_contract_loses_one_sample(
-    part: Any, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = BrokenEngine(reply_with(f"meta_info.{name}", part))
+@pytest.mark.parametrize(
+    "broken", [*MALFORMED, *(reply_with(f"meta_info.{name}", part) for part, name in BREACHES)]
+)
+def test_a_broken_reply_loses_one_sample(broken: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = BrokenEngine(broken)
     KEPT.connection_to(engine).policy = Policy("a", 3)
     result = rollout(engine, PROMPTS, {}, expected_version=3, routed_experts=True)
-    assert list(result.errors) == [BROKEN]
-    check_sentence(result.errors[BROKEN])
-    assert f"reply {BROKEN} has " in str(result.errors[BROKEN])
+    ((index, error),) = result.errors.items()
+    check_sentence(error)
+    assert index == BROKEN and f"reply {BROKEN} " in str(error)
     assert "1 of 3 samples failed; sample 1: rollout: reply 1 has" in caplog.text
-    copied = pickle.loads(pickle.dumps(result.errors[BROKEN]))
-    assert str(copied) == str(result.errors[BROKEN]) and isinstance(copied, EngineError)
+    copied = pickle.loads(pickle.dumps(error))
+    assert str(copied) == str(error) and isinstance(copied, EngineError)
     assert result.is_complete_B.tolist() == [True, False, True]
+    assert result.finish_reasons == ["stop", "error", "stop"]
     assert result.tokens == [[0], [], [20, 21, 22]]
     assert result.logprobs[BROKEN] == result.versions[BROKEN] == result.runs[BROKEN] == []
     assert [len(experts) for experts in result.routed_experts or []] == [1, 0, 3]
