@@ -383,19 +383,6 @@ def test_a_bucket_is_kept_while_its_size_stays(rank: Rank) -> None:
     assert rank.ops() == ["hello", "bucket", "hello", "hello"]
 
 
-def test_the_memory_goes_with_the_last_engine_that_has_it_open(rank: Rank) -> None:
-    sender = Sender(layout())
-    sender.join("one")
-    sender.join("two")
-    for left in ("one", "two"):
-        share(sender, rank, plan_for(sender, weights(a=(4, 4))))
-        bucket = sender._bucket
-        assert bucket is not None
-        sender.leave(left)
-        assert bucket.close.alive is (left == "one")
-    share(sender, rank, plan_for(sender, weights(a=(4, 4))))
-
-
 def test_whole_parameters_are_not_read_in_place_by_several_engines(gpu: FakeGpu) -> None:
     """They are quantized once for all of them, also where one of two is updated alone."""
     sender, named = Sender(layout((GPU,))), weights(a=(4, 4))

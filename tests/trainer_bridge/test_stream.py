@@ -73,17 +73,6 @@ def test_a_tensor_is_let_go_before_the_next_one() -> None:
     assert engine.ops == ["layout", "tensors", *["begin", "begin", "end"] * 2, "begin", "end"]
 
 
-def test_a_stream_is_planned_as_the_last_one_came() -> None:
-    """What comes in another order is copied meanwhile, so that must not happen each time."""
-    engine = engine_of(1, SMALL)
-    for version, seed in enumerate((1, 2, 2)):
-        update(iter(shuffled(toy.checkpoint(version), seed)), engine, version=version)
-    sender = KEPT.connection_to(engine).sender
-    assert sender is not None
-    plan = sender.stream_plan(KEPT.connection_to(engine).client, None, [], None)
-    assert list(plan.views) == [name for name, _ in shuffled(toy.checkpoint(), 2)]
-
-
 def test_the_plan_of_a_stream_is_kept_until_a_stream_comes_differently() -> None:
     """Also while whole models are sent between streams."""
     engine, tensors = engine_of(1, SMALL), toy.checkpoint()
