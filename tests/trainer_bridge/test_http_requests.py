@@ -108,19 +108,6 @@ def test_answers_come_in_any_order_and_are_told_apart() -> None:
         assert answers(url, 40) == {i: (200, str(i).encode()) for i in range(40)}
 
 
-def test_a_server_that_dies_loses_only_what_it_has_not_answered() -> None:
-    def serve(peers: Peers) -> None:
-        for peer, message in peers:
-            if message != 2:
-                peer.sendall(REPLY)
-            peer.close()
-
-    with listen(serve, 4) as url:
-        found = answers(url, 4)
-    assert isinstance(found.pop(2), aiohttp.ClientConnectionError)
-    assert set(found.values()) == {(200, b"ok")}
-
-
 UNFINISHED = {
     "the status line": b"HTTP/1.1 200 O",
     "the headers": b"HTTP/1.1 200 OK\r\nContent-Le",
@@ -198,89 +185,84 @@ def test_a_request_that_is_not_read_delays_no_other() -> None:
     assert found == [True]
 
 
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-REPLIES = {
-    "a length": (REPLY, b"ok"),
-    "no body": (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
-    "chunks": (CHUNKED + b"1\r\no\r\n1;x=y\r\nk\r\n0\r\n\r\n", b"ok"),
-    "a chunk that ends like the last": (CHUNKED + b"4\r\nok\r\n\r\n0\r\n\r\n", b"ok\r\n"),
-    "chunks and a trailer": (CHUNKED + b"2\r\nok\r\n0\r\nDigest: x\r\n\r\n", b"ok"),
-    "100 before it": (b"HTTP/1.1 100 Continue\r\n\r\n" + REPLY, b"ok"),
-    "no length": (b"HTTP/1.1 200 OK\r\n\r\nok", b"ok"),
-}
-
-
-@pytest.mark.parametrize("name", REPLIES)
-def test_a_reply_ends_before_its_connection_does(name: str) -> None:
-    """However it is cut into packets; but for one whose length is not told."""
-    answered, (reply, body) = threading.Event(), REPLIES[name]
-
-    def serve(peers: Peers) -> None:
-        for peer, _ in peers:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for at in range(len(reply)):
-            peers[0][0].sendall(reply[at : at + 1])
-        peers[1][0].sendall(reply)
-        if name == "no length":
-            for peer, _ in peers:
-                peer.close()
-        answered.wait(60)
-
-    with listen(serve, 2) as url:
-        found = answers(url, 2, timeout=50)
-        answered.set()
-    assert found == dict.fromkeys(range(2), (200, body))
-
-
 def length(nbytes: int) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % nbytes
 
 
-class Broken(NamedTuple):
-    """A reply that is none."""
+class Served(NamedTuple):
+    """What a server sends for a request, sound or not, and what becomes of it."""
 
     reply: bytes
-    closes: bool = True
-    """Whether the connection ends with it; else it is refused while that is open."""
-    error: type[Exception] = aiohttp.ClientError
-    cut: int = 1 << 20
+    found: Answer | type[Exception] = (200, b"ok")
+    closes: bool = False
+    """Whether the connection ends with it."""
+    cut: int = 1
     """Bytes that are sent at once."""
 
 
+def refused(
+    reply: bytes,
+    error: type[Exception] = aiohttp.ClientError,
+    closes: bool = True,
+    cut: int = 1 << 20,
+) -> Served:
+    return Served(reply, error, closes, cut)
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 MANY_HEADS = {
     "continue": b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000,
     "continue, short": b"HTTP/1.1 100 x\n\n" * 15_000 + b"HTTP/1.1 100 x\n",
     "no end": b"HTTP/1.1 200 OK\r\n" + b"x" * 250_000,
 }
-BROKEN = {
-    "truncated body": Broken(UNFINISHED["the body"], error=aiohttp.ClientPayloadError),
-    "truncated chunk": Broken(UNFINISHED["a chunk"], error=aiohttp.ClientPayloadError),
-    "no HTTP": Broken(b"+PONG\r\n", closes=False),
-    "many headers": Broken(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * (1 << 16), closes=False),
-    "impossible length": Broken(length(0)[:-4] + b"9" * 30 + b"\r\n\r\n{}"),
-    "impossible chunk": Broken(CHUNKED + b"f" * 30 + b"\r\n{}"),
-    "impossible whole chunk": Broken(CHUNKED + b"f" * 30 + b"\r\n{}\r\n\r\n"),
-    "too long": Broken(length(http_requests.LONGEST_REPLY + 1), False, ReplyTooLongError),
+SERVED = {
+    "a length": Served(REPLY),
+    "a length, at once": Served(REPLY, cut=1000),
+    "no body": Served(length(0), (200, b"")),
+    "chunks": Served(CHUNKED + b"1\r\no\r\n1;x=y\r\nk\r\n0\r\n\r\n"),
+    "chunks, at once": Served(CHUNKED + b"1\r\no\r\n1;x=y\r\nk\r\n0\r\n\r\n", cut=1000),
+    "a chunk that ends like the last": Served(
+        CHUNKED + b"4\r\nok\r\n\r\n0\r\n\r\n", (200, b"ok\r\n")
+    ),
+    "chunks and a trailer": Served(CHUNKED + b"2\r\nok\r\n0\r\nDigest: x\r\n\r\n"),
+    "100 before it": Served(b"HTTP/1.1 100 Continue\r\n\r\n" + REPLY),
+    "no length": Served(b"HTTP/1.1 200 OK\r\n\r\nok", closes=True),
+    # whoever is there would get the tokens, and the engine's key
+    "a redirect": Served(
+        b"HTTP/1.1 307 Elsewhere\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
+        (307, b""),
+    ),
+    "nothing": refused(b"", aiohttp.ClientConnectionError),
+    "truncated body": refused(UNFINISHED["the body"], aiohttp.ClientPayloadError),
+    "truncated chunk": refused(UNFINISHED["a chunk"], aiohttp.ClientPayloadError),
+    "no HTTP": refused(b"+PONG\r\n", closes=False),
+    "many headers": refused(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * (1 << 16), closes=False),
+    "impossible length": refused(length(0)[:-4] + b"9" * 30 + b"\r\n\r\n{}"),
+    "impossible chunk": refused(CHUNKED + b"f" * 30 + b"\r\n{}"),
+    "impossible whole chunk": refused(CHUNKED + b"f" * 30 + b"\r\n{}\r\n\r\n"),
+    "too long": refused(length(http_requests.LONGEST_REPLY + 1), ReplyTooLongError, closes=False),
     # it took minutes to read, by the square of its length, or for ever
-    **{f"head, {name}": Broken(head, cut=1 << 16) for name, head in MANY_HEADS.items()},
-    **{f"head that drips, {name}": Broken(head, cut=1) for name, head in MANY_HEADS.items()},
+    **{f"head, {name}": refused(head, cut=1 << 16) for name, head in MANY_HEADS.items()},
+    **{f"head that drips, {name}": refused(head, cut=1) for name, head in MANY_HEADS.items()},
 }
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.guarantee("malformed", fault="a reply of HTTP that announces what it cannot hold")
 @pytest.mark.guarantee("malformed", fault="a head of HTTP that keeps its reader busy")
-@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
-def test_a_broken_reply_is_a_fault_of_its_request(broken: Broken) -> None:
-    """And delays no other."""
+@pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
+def test_a_reply_is_known_before_its_connection_ends(served: Served) -> None:
+    """However it is cut into packets; and one that is none is a fault of its request alone."""
     answered = threading.Event()
 
     def serve(peers: Peers) -> None:
+        if len(served.reply) < 1000:  # else it is too many packets
+            peers[0][0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):  # the client has gone
-            for at in range(0, len(broken.reply), broken.cut):
-                peers[0][0].sendall(broken.reply[at : at + broken.cut])
+            for at in range(0, len(served.reply), served.cut):
+                peers[0][0].sendall(served.reply[at : at + served.cut])
         peers[1][0].sendall(REPLY)
-        if broken.closes:
+        if served.closes:
             peers[0][0].close()
         answered.wait(60)
 
@@ -289,7 +271,10 @@ def test_a_broken_reply_is_a_fault_of_its_request(broken: Broken) -> None:
         found = answers(url, 2, timeout=50)
         assert time.process_time() - began < 20
         answered.set()
-    assert isinstance(found[0], broken.error)
+    if isinstance(served.found, tuple):
+        assert found[0] == served.found
+    else:
+        assert isinstance(found[0], served.found)
     assert found[1] == (200, b"ok")
 
 
@@ -426,17 +411,6 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, proxy)
     with listen(answer_all) as url:
         assert answers(url) == {0: (200, b"ok")}
-
-
-def test_a_redirect_is_an_answer() -> None:
-    """Whoever is there would get the tokens, and the engine's key."""
-
-    def serve(peers: Peers) -> None:
-        head = b"HTTP/1.1 307 Elsewhere\r\nLocation: http://127.0.0.1:1/\r\n"
-        peers[0][0].sendall(head + b"Content-Length: 0\r\n\r\n")
-
-    with listen(serve) as url:
-        assert answers(url) == {0: (307, b"")}
 
 
 def test_within_a_running_loop() -> None:
