@@ -1,6 +1,7 @@
 """Shards that engines read where they lie: what ranks tell each other, and updates by it."""
 
 import time
+from collections.abc import Callable
 from importlib import import_module
 from itertools import count, pairwise, product
 from pathlib import Path
@@ -294,27 +295,30 @@ FIRST, SECOND = "attn.q.weight", "attn.k.weight"
 """Of one shape."""
 
 
-class Changes:
-    """Each method is one change; the parameters are left as they are otherwise."""
+class Held:
+    """The parameters of a trainer, which it may change."""
 
     def __init__(self, memories: fake_ipc.Memories, rank: int) -> None:
         self._memories, self._rank = memories, rank
         self.named = Trainer(memories, rank).named
         self._kept: list[Any] = []
 
-    def swap_the_shard(self) -> None:
-        self._set(FIRST, self._elsewhere(FIRST))
+    def shard(self, name: str) -> torch.Tensor:
+        shard: torch.Tensor = cast(Any, self.named[name])._local_tensor
+        return shard
 
-    def replace_data(self) -> None:
-        self.shard(FIRST).data = self._elsewhere(FIRST)
+    def elsewhere(self) -> torch.Tensor:
+        """A copy of the first shard."""
+        shard = self.shard(FIRST)
+        content = self._memories.allocate(shard.nbytes)
+        return content.view(shard.dtype).view(shard.shape).copy_(shard)
 
-    def exchange_two(self) -> None:
-        first, second = self.shard(FIRST), self.shard(SECOND)
-        self._set(FIRST, second)
-        self._set(SECOND, first)
+    def put(self, **shards: torch.Tensor) -> None:
+        for name, shard in shards.items():
+            cast(Any, self.named[name])._local_tensor = shard
 
-    def read_as_another_dtype(self) -> None:
-        self.shard(FIRST).data = self.shard(FIRST).view(torch.float16)
+    def read_as(self, data: torch.Tensor) -> None:
+        self.shard(FIRST).data = data
 
     def cast(self) -> None:
         self.named = Trainer(self._memories, self._rank, torch.float32).named
@@ -326,55 +330,46 @@ class Changes:
             self.shard(FIRST), mesh, (Replicate(),), run_check=False
         )
 
-    def rename(self) -> None:
-        self.named["other.weight"] = self.named.pop(SECOND)
-
-    def reorder(self) -> None:
-        self.named[FIRST] = self.named.pop(FIRST)
-
-    def add(self) -> None:
-        self.named["added.weight"] = torch.ones(3)
-
-    def tie(self) -> None:
-        self.named["tied.weight"] = self.named[FIRST]
-
-    def take_away(self) -> None:
-        del self.named["norm.weight"]
+    def name(self, name: str, tensor: torch.Tensor) -> None:
+        self.named[name] = tensor
 
     def allocate_again_at_the_address(self) -> None:
         address, made = self.shard(FIRST).data_ptr(), self._memories.made
         self._kept.append(made[address])
         made[address] = HostMemory(self.shard(FIRST).nbytes)
 
-    def shard(self, name: str) -> torch.Tensor:
-        shard: torch.Tensor = cast(Any, self.named[name])._local_tensor
-        return shard
 
-    def _set(self, name: str, shard: torch.Tensor) -> None:
-        cast(Any, self.named[name])._local_tensor = shard
-
-    def _elsewhere(self, name: str) -> torch.Tensor:
-        shard = self.shard(name)
-        content = self._memories.allocate(shard.nbytes)
-        return content.view(shard.dtype).view(shard.shape).copy_(shard)
+CHANGES: tuple[Callable[[Held], Any], ...] = (
+    lambda held: held.put(**{FIRST: held.elsewhere()}),
+    lambda held: held.read_as(held.elsewhere()),
+    lambda held: held.put(**{FIRST: held.shard(SECOND), SECOND: held.shard(FIRST)}),
+    lambda held: held.read_as(held.shard(FIRST).view(torch.float16)),
+    Held.cast,
+    Held.hold_it_whole,
+    lambda held: held.name("renamed.weight", held.named.pop(SECOND)),
+    lambda held: held.name(FIRST, held.named.pop(FIRST)),  # as the last one
+    lambda held: held.name("added.weight", torch.ones(3)),
+    lambda held: held.name("tied.weight", held.named[FIRST]),
+    lambda held: held.named.pop("norm.weight"),
+    Held.allocate_again_at_the_address,
+)
+"""The parameters are left as they are otherwise."""
 
 
 def told_anew(patch: pytest.MonkeyPatch, rank: int, folder: Path) -> None:
     memories, _ = fake_ipc.install(patch)
-    changes, registry = Changes(memories, rank), ShardRegistry()
+    held, registry = Held(memories, rank), ShardRegistry()
 
     def place() -> PlacedShards | str | None:
-        return registry.place(list(changes.named.items()))
+        return registry.place(list(held.named.items()))
 
     assert isinstance(place(), PlacedShards)
-    for name, change in vars(Changes).items():
-        if name.startswith("_") or name == "shard":
-            continue
+    for number, change in enumerate(CHANGES):
         known = place()
-        assert isinstance(known, str), name
+        assert isinstance(known, str), number
         assert place() == known, "the control: nothing has changed"
-        change(changes)
-        assert isinstance(place(), PlacedShards), name
+        change(held)
+        assert isinstance(place(), PlacedShards), number
 
 
 @pytest.mark.guarantee("memory", fault="shards of two ranks that move, or cannot be opened")
