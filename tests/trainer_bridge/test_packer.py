@@ -240,13 +240,6 @@ def test_a_trainer_without_triton_is_told_what_to_install(monkeypatch: pytest.Mo
         packer_of(plan)
 
 
-def test_what_is_mapped_is_quantized_by_the_engine() -> None:
-    named = [("w", torch.ones(128, 128, dtype=BF16))]
-    plan = TransferPlan(sources(named, None, BF16), [True], 1 << 16, {"w": BLOCK_FP8})
-    assert {n: spec.dtype for n, spec in plan.manifest.tensors.items()} == {"w": BF16}
-    assert plan.turns == []
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_is_found_before_commit_and_forgotten_after(bad: float) -> None:
     named = [("v", torch.ones(5)), ("w", torch.ones(256, 128, dtype=BF16))]

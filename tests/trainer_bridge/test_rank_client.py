@@ -105,17 +105,16 @@ def test_a_host_that_is_no_name_cannot_be_reached() -> None:
         RelayClient({"host": "a" * 64, "port": 1}, TOKEN, None, 1.0)
 
 
-def test_a_rank_hangs_up_at_once(ranks: list[Rank]) -> None:
-    ranks[0].answer = lambda message: None
-    with pytest.raises(EngineError, match=r"one host.*same user"):
-        connect(ranks)
-    ranks[1].join()  # the other was let go
-
-
-def test_a_refused_token_lets_all_ranks_go(ranks: list[Rank]) -> None:
+@pytest.mark.parametrize(
+    ("reply", "sentence"),
+    [(None, r"one host.*same user"), ({"error": "another session"}, r"^another session$")],
+)
+def test_a_rank_that_refuses_the_token_lets_all_go(
+    ranks: list[Rank], reply: dict[str, Any] | None, sentence: str
+) -> None:
     """Also while the error is still held, as it is in an ``except`` clause."""
-    ranks[1].answer = lambda message: {"error": "another session"}
-    with pytest.raises(EngineError, match=r"^another session$") as held:
+    ranks[1].answer = lambda message: reply
+    with pytest.raises(EngineError, match=sentence) as held:
         connect(ranks)
     for rank in ranks:
         rank.join()

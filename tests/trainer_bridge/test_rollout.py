@@ -112,15 +112,6 @@ def test_options_that_change_the_distribution_are_refused(name: str) -> None:
     assert not client.requests
 
 
-def test_n_samples_of_a_prompt_stand_side_by_side() -> None:
-    client = FakeEngine()
-    result = rollout(client, PROMPTS, {"n": 3})
-    assert result.prompt_tokens == [[5, 6], [5, 6], [5, 6], [7], [7], [7]]
-    assert [request["input_ids"] for request in client.requests] == result.prompt_tokens
-    assert "n" not in client.requests[0]["sampling_params"]
-    assert [len(row) for row in result.tokens] == [1, 2, 3, 4, 5, 6]
-
-
 def test_strings_come_back_as_the_engines_tokens() -> None:
     client = FakeEngine()
     result = rollout(client, ["ab", "c"], {"n": 2})
@@ -501,6 +492,7 @@ def test_prompts_are_spread_over_engines_and_come_back_in_order() -> None:
     """The samples of a prompt are made by one engine, which prefills it once."""
     engines = [FakeEngine(), FakeEngine()]
     result = spread(engines, [[5], [6], [7]], n=2)
+    assert "n" not in engines[0].requests[0]["sampling_params"]
     assert [asked(engine) for engine in engines] == [[5, 5, 7, 7], [6, 6]]
     assert result.prompt_tokens == [[5], [5], [6], [6], [7], [7]]
     # a fake engine's request i samples i + 1 tokens

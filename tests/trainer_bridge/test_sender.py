@@ -195,38 +195,32 @@ def mapped(sender: Sender, named: Named) -> list[bool]:
         pytest.param("111", "b", "--- +-+ +-+", 1, id="one cannot be mapped"),
         pytest.param("111", "abc", "--- --- ---", 0, id="none can be mapped"),
         pytest.param("66", "", "--- +-+", 1, id="one is on another GPU, which is not awaited"),
+        pytest.param("1f1", "", "--- ---", 2, id="it was freed, and given out again"),
+        pytest.param("n11y11", "", "--- --- --- +++", 3, id="it cannot be shared at first"),
     ],
 )
 def test_what_lay_there_at_the_last_update_is_read_in_place(
     updates: str, unable: str, reads: str, places: int, gpu: FakeGpu
 ) -> None:
-    """Each digit is one update with the tensors a, b and c of that number."""
+    """Each digit is one update with the tensors a, b and c of that number; before it memory may be
+    freed, and be shareable or not."""
     sender = Sender(layout((GPU,)))
     sets = {number: weights(a=(4, 4), b=(3,), c=(2, 2)) for number in "1245"}
     sets["3"] = [*sets["2"][:2], *weights(c=(2, 2))]
     sets["6"] = [sets["1"][0], ("b", torch.ones(3, dtype=BF16, device="meta")), sets["1"][2]]
     gpu.unable = {tensor.data_ptr() for name, tensor in sets["1"] if name in unable}
-    found = [mapped(sender, sets[number]) for number in updates]
+    found = []
+    for step in updates:
+        if step in sets:
+            found.append(mapped(sender, sets[step]))
+        elif step == "f":
+            gpu.freed = {sets["1"][0][1].data_ptr()}
+        else:
+            gpu.shareable = step == "y"
     assert " ".join("".join("-+"[is_read] for is_read in each) for each in found) == reads
     assert len(gpu.placed) == places
     readable = {len(reads.split()[-1].replace("-", ""))} if "+" in reads else {3}
     assert {len(addresses) for addresses in gpu.placed} <= readable
-
-
-def test_memory_that_was_freed_meanwhile_is_not_read(gpu: FakeGpu) -> None:
-    """Also where other memory has its address now."""
-    sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
-    mapped(sender, named)
-    gpu.freed = {named[0][1].data_ptr()}
-    assert mapped(sender, named) == [False]
-
-
-def test_memory_that_cannot_be_shared_is_looked_for_each_time(gpu: FakeGpu) -> None:
-    gpu.shareable = False
-    sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
-    assert [mapped(sender, named) for _ in range(3)] == [[False]] * 3
-    gpu.shareable = True
-    assert [mapped(sender, named) for _ in range(2)] == [[False], [True]]
 
 
 def test_an_engine_on_a_cpu_reads_nothing_in_place(gpu: FakeGpu) -> None:
@@ -258,25 +252,6 @@ def scaled(sender: Sender, named: Named, value: float) -> Named:
     return sender.settled([*named, (KV_SCALES, torch.full((2, 2, 4), value))], HOST)
 
 
-def test_scales_that_are_new_each_time_are_read_in_place(gpu: FakeGpu) -> None:
-    sender, named = Sender(kv_layout()), weights(a=(4, 4), b=(3,))
-    ways, plans = [], []
-    for step in range(4):
-        both = scaled(sender, named, step + 1.0)
-        plans.append(plan_for(sender, both, HOST))
-        ways.append(plans[-1].mapped)
-        assert torch.equal(both[-1][1], torch.full((2, 2, 4), step + 1.0))
-    assert ways == [[False] * 3, *[[True] * 3] * 3]
-    assert plans[1] is plans[2] is plans[3]
-    assert len(gpu.placed) == 1
-    assert plans[1].offsets[KV_SCALES] == (2, 0)
-    # the control: sent from where they were made, nothing would stay
-    sender, alive = Sender(kv_layout()), []
-    for _ in range(3):
-        alive.append([*named, (KV_SCALES, torch.ones(2, 2, 4))])
-        assert plan_for(sender, alive[-1], HOST).mapped == [False] * 3
-
-
 def test_updates_with_and_without_scales_may_alternate(gpu: FakeGpu) -> None:
     sender, named = Sender(kv_layout()), weights(a=(4, 4))
     assert mapped(sender, named) == [False]
@@ -289,6 +264,7 @@ def test_updates_with_and_without_scales_may_alternate(gpu: FakeGpu) -> None:
         plans.append(plan_for(sender, sent, HOST))
         assert plans[-1].mapped == [True] * len(sent)
     assert plans[0] is plans[2] and plans[1] is plans[3]
+    assert plans[0].offsets[KV_SCALES] == (1, 0)
     assert len(gpu.placed) == 2
 
 
@@ -460,19 +436,6 @@ def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
     assert len(segments(rank)) == 3 and segments(rank)[2]["name"] != told["name"]
 
 
-def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
-    sender = Sender(layout())
-    named = weights(a=(8,), b=(8,))
-    buckets = []
-    for flags in ([True, True], [True, False], [True, True]):
-        plan = in_place_plan(sender, named, flags)
-        assert (share(sender, rank, plan) is None) is all(flags)
-        buckets.append(sender._bucket)
-    assert rank.ops().count("bucket") == 1
-    assert (buckets[0], buckets[2]) == (None, None)
-    assert buckets[1] is not None and not buckets[1].close.alive
-
-
 def test_a_bucket_that_another_engine_may_have_open_is_kept(rank: Rank) -> None:
     """Its begin was refused, so it did not let go."""
     sender = Sender(layout())
@@ -485,8 +448,8 @@ def test_a_bucket_that_another_engine_may_have_open_is_kept(rank: Rank) -> None:
     assert bucket is not None
     share(sender, rank, whole, users=("one",))
     assert bucket.close.alive
-    share(sender, rank, whole, users=("one", "two"))
-    assert not bucket.close.alive
+    assert share(sender, rank, whole, users=("one", "two")) is None
+    assert not bucket.close.alive and sender._bucket is None
 
 
 # -- how many slots a bucket has

@@ -88,19 +88,6 @@ def test_a_refused_update_asks_for_the_layout_again() -> None:
     assert bucket is not None and bucket.content.numel() == SMALL
 
 
-def test_a_run_begins_at_any_version_and_the_one_before_is_refused() -> None:
-    """As a trainer that is resumed from a checkpoint, while the one that hung wakes up."""
-    engine = engine_of(1)
-    update(toy.checkpoint(), engine, version=150)
-    resumed = toy.checkpoint(1)
-    assert update(resumed, engine, version=100, run="resumed").run == "resumed"
-    assert holds(engine, resumed)
-    with pytest.raises(EngineError, match=rf"{RUN}.* was replaced.*'resumed'"):
-        update(toy.checkpoint(), engine, version=151)
-    update(toy.checkpoint(2), engine, version=101, run="resumed")
-    assert engine.ranks[0].policy == Policy("resumed", 101)
-
-
 def test_an_engine_with_dummy_weights_learns_what_it_keeps_in_fp32() -> None:
     """Until then nothing is rounded on the way: an FP32 router is exact from the first update."""
     engine = engine_of(1)
