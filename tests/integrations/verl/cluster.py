@@ -126,30 +126,12 @@ class Rank:
         self.read = 0
 
     async def update(
-        self,
-        checkpoint: Path,
-        step: int | None,
-        broken: str | None = None,
-        adapter: Path | None = None,
-        **more: Any,
+        self, checkpoint: Path, step: int | None, broken: str | None = None, **more: Any
     ) -> int:
-        """Update to a checkpoint, merged with an adapter if there is one, and with a NaN in one
-        tensor; how many tensors were read."""
+        """Update to a checkpoint, with a NaN in one tensor; how many tensors were read."""
         self.read = 0
-        weights = self._counted(handed_over(sharded(checkpoint, adapter)), broken)
+        weights = self._counted(handed_over(sharded(checkpoint)), broken)
         await self._adapter.update_weights(weights, global_steps=step, **more)
-        return self.read
-
-    async def update_from_async(self, checkpoint: Path, step: int) -> int:
-        """As a checkpoint engine's worker: the weights come from an async generator."""
-
-        async def received() -> Any:
-            for pair in self._counted(handed_over(sharded(checkpoint)), None):
-                await asyncio.sleep(0)
-                yield pair
-
-        self.read = 0
-        await self._adapter.update_weights(received(), global_steps=step)
         return self.read
 
     def count(self) -> int:

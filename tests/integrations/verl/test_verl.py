@@ -15,7 +15,6 @@ import ray
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.engine import expected
-from tests.integrations.verl import lora
 from tests.integrations.verl.cluster import CALL_TIMEOUT_S, START_TIMEOUT_S, Cluster, cluster
 from trainer_bridge.adapters.contract import check_engine
 from trainer_bridge.engines.engine_client import EngineError, HTTPEngine
@@ -129,25 +128,6 @@ def test_a_failed_update_quarantines_until_the_next(world: Cluster, policies: li
     output = world.generate(4)
     assert output.extra_fields["policy_versions"] == [step + 1] * 4
     assert [output.extra_fields[name] for name in STEPS] == [step] * 3
-
-
-def test_an_async_generator_is_read_as_well(world: Cluster, policies: list[Path]) -> None:
-    """So a checkpoint engine's worker hands weights over."""
-    for policy in policies:
-        version = int(status(world)["version"])
-        read = world.each_rank("update_from_async", policy, version + 1)
-        assert read[0] == read[1] and isinstance(read[0], int), read
-        assert holds(world, policy)
-        assert status(world)["version"] == version + 1
-
-
-def test_an_adapter_is_served_merged(world: Cluster, policies: list[Path], tmp_path: Path) -> None:
-    adapter, merged = lora.make(policies[0], tmp_path)
-    version = int(status(world)["version"]) + 1
-    read = world.each_rank("update", policies[0], version, adapter=adapter)
-    assert read[0] == read[1] and isinstance(read[0], int), read
-    assert holds(world, merged) and not holds(world, policies[0])
-    assert world.generate(4).extra_fields["policy_versions"] == [version] * 4
 
 
 @pytest.mark.parametrize("more", [{"wire_format": "delta_flush"}, {"peft_config": {"r": 8}}])
