@@ -1,5 +1,7 @@
-"""The whole demo on real engines, made short: both ways to start it, then the quickstart."""
+"""The examples on real engines: the demo, made short and started both ways, the quickstart, TRL's
+stock script, and the contract of adapters."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -8,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import ROOT, end_group
+from examples.trl import tiny_model
+from tests.engine import expected
+from tests.engine.harness import FORKED, ROOT, Server, end_group
+from tests.engine.test_updates import sha256
 
-pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LIMIT_S = 800
 STEPS = 2
@@ -44,6 +49,7 @@ def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder, run(*command)
 
 
+@pytest.mark.full
 def test_demo(demo: tuple[Path, str]) -> None:
     folder, out = demo
     rows = [json.loads(line) for line in (folder / "grpo.jsonl").read_text().splitlines()]
@@ -61,8 +67,30 @@ def test_demo(demo: tuple[Path, str]) -> None:
     assert "mismatch KL" in out
 
 
+@pytest.mark.full
 def test_quickstart(demo: tuple[Path, str]) -> None:
     folder, _ = demo
     out = run("examples/quickstart.py", str(folder / "checkpoint"))
     assert "version=0" in out and "Error" not in out
     assert "mismatch_kl_k3" in out
+
+
+@pytest.mark.full
+def test_a_stock_script_with_an_engine_attached(tmp_path: Path) -> None:
+    """Whose engine runs in the trainer's process."""
+    checkpoint, steps = tiny_model.save(tmp_path / "policy"), 3
+    options = f"--steps {steps} --learning-rate 1e-2 --output {tmp_path / 'output'}".split()
+    out = run("examples/trl/grpo.py", str(checkpoint), *options)
+    rows = [ast.literal_eval(line) for line in out.splitlines() if line.startswith("{'loss'")]
+    assert [float(row["fp8rl/policy_version"]) for row in rows] == list(range(steps))
+    assert all(0.9 < float(row["fp8rl/ess"]) <= 1.0 for row in rows)
+    assert all(0 < float(row["reward"]) < 1 for row in rows)
+
+
+def test_an_adapter_keeps_the_contract(tmp_path: Path) -> None:
+    """The server starts with another policy."""
+    policy = tiny_model.save(tmp_path / "policy")
+    with Server(tmp_path / "log", FORKED, tiny_model.save(tmp_path / "start", seed=1)) as server:
+        assert "keeps the contract" in run("-m", "examples.contract", str(policy), server.address)
+        held = sha256(server.control({"op": "digest"})["ranks"])
+    assert held == expected.digests(policy, 1)

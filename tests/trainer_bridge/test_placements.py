@@ -44,28 +44,21 @@ WHOLE = {"norm.weight", "mlp.router.weight"}
 Named = dict[str, torch.Tensor]
 
 
-def test_each_element_is_laid_in_once() -> None:
-    halves, replicas = [[(0, 4)], [(4, 8)]], [[(0, 8)], [(0, 8)]]
-    assert assign(halves, [8]) == [{0: (0, 4), 1: (4, 8)}]
-    assert assign(halves[::-1], [8]) == [{0: (4, 8), 1: (0, 4)}]
-    assert assign(replicas, [8]) == [{0: (0, 8)}]
-    assert assign([*halves, *halves], [8]) == [{0: (0, 4), 1: (4, 8)}]
-    assert assign([[(0, 8)], [(0, 0)]], [8]) == [{0: (0, 8)}]
-
-
 @pytest.mark.parametrize(
-    "held",
+    ("held", "owners"),
     [
-        [[(0, 4)], [(5, 8)]],
-        [[(0, 5)], [(4, 8)]],
-        [[(0, 4)], [(4, 7)]],
-        [[(1, 4)], [(4, 8)]],
-        [[None], [None]],
-        [[(0, 4)], [None]],
+        (((0, 4), (4, 8)), {0: (0, 4), 1: (4, 8)}),
+        (((4, 8), (0, 4)), {0: (4, 8), 1: (0, 4)}),
+        (((0, 8), (0, 8)), {0: (0, 8)}),
+        (((0, 4), (4, 8)) * 2, {0: (0, 4), 1: (4, 8)}),
+        (((0, 8), (0, 0)), {0: (0, 8)}),
+        # what does not cover a parameter of 8 is gathered
+        *((held, None) for held in (((0, 4), (5, 8)), ((0, 5), (4, 8)), ((0, 4), (4, 7)))),
+        *((held, None) for held in (((1, 4), (4, 8)), (None, None), ((0, 4), None))),
     ],
 )
-def test_what_does_not_cover_a_parameter_is_gathered(held: Any) -> None:
-    assert assign(held, [8]) == [None]
+def test_each_element_is_laid_in_once(held: Any, owners: Any) -> None:
+    assert assign([[each] for each in held], [8]) == [owners]
 
 
 def sharded(tensors: Named, mesh: DeviceMesh, **options: Any) -> Named:

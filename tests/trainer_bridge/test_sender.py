@@ -91,35 +91,6 @@ def test_a_plan_is_kept_until_anything_but_values_changes(change: str) -> None:
     assert again.manifest.fingerprint == plan.manifest.fingerprint
 
 
-def test_a_plan_is_made_anew_for_another_family() -> None:
-    """The names of a transformers module may be those of a mapping that cuts nothing."""
-    sender, named = (
-        Sender(layout()),
-        [("l.mlp.experts.gate_up_proj", torch.ones(2, 4, 3))],
-    )
-    as_they_are = sender.plan(named, None, None)
-    assert list(as_they_are.manifest.tensors) == [named[0][0]]
-    split = sender.plan(named, "qwen3_moe", None)
-    assert set(split.manifest.tensors) == {
-        f"l.mlp.experts.{expert}.{part}_proj.weight"
-        for expert in range(2)
-        for part in ("gate", "up")
-    }
-    assert sender.plan(named, "qwen3_moe", None) is split
-
-
-def test_a_plan_is_made_anew_for_another_gpu() -> None:
-    """What the engine keeps in FP8 is quantized on the way; without one, nothing is."""
-    sender = Sender(layout((GPU,), formats={"block-fp8": ["a"]}))
-    named = weights(a=(4, 4), b=(4, 4))
-    plans = [plan_for(sender, named, device) for device in (None, CUDA[0], CUDA[1])]
-    codes = {"a": torch.float8_e4m3fn, "a_scale_inv": torch.float32, "b": BF16}
-    for plan, dtypes in zip(plans, ({"a": BF16, "b": BF16}, codes, codes), strict=True):
-        assert {n: spec.dtype for n, spec in plan.manifest.tensors.items()} == dtypes
-    assert plans[1] is not plans[2]
-    assert plan_for(sender, named, CUDA[1]) is plans[2]
-
-
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -127,13 +98,35 @@ def one_process(tmp_path: Path) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_a_plan_is_made_anew_for_what_is_sharded_now(one_process: DeviceMesh) -> None:
-    """It is gathered in the engine's dtype, so a fill must not take it for what the trainer has."""
-    sender, whole = Sender(layout()), torch.ones(4, 4)
-    plain = plan_for(sender, [("a", whole)])
-    sharded = plan_for(sender, [("a", distribute_tensor(whole, one_process))])
-    assert [plan.sources[0].held_as for plan in (plain, sharded)] == [torch.float32, BF16]
-    assert plan_for(sender, [("a", distribute_tensor(whole, one_process))]) is sharded
+def test_a_plan_is_made_anew_for_another_family_gpu_or_sharding(one_process: DeviceMesh) -> None:
+    """Names of a transformers module may be those of a mapping that cuts nothing; what the engine
+    keeps in FP8 is quantized on a GPU; and what is sharded is gathered in the engine's dtype, so a
+    fill must not take it for what the trainer has."""
+    experts, whole = "l.mlp.experts.gate_up_proj", torch.ones(4, 4)
+    split = [f"l.mlp.experts.{e}.{x}_proj.weight" for e in range(2) for x in ("gate", "up")]
+    kept, codes = weights(a=(4, 4)), {"a": torch.float8_e4m3fn, "a_scale_inv": torch.float32}
+
+    def sharded() -> Named:
+        return [("a", distribute_tensor(whole, one_process))]
+
+    sender = Sender(layout((GPU,), formats={"block-fp8": ["a"]}))
+    plans: list[TransferPlan] = []
+    for named, family, device, dtypes, held_as in (
+        ([(experts, torch.ones(2, 4, 3))], None, None, {experts: BF16}, torch.float32),
+        ([(experts, torch.ones(2, 4, 3))], "qwen3_moe", None, dict.fromkeys(split, BF16), None),
+        (kept, None, None, {"a": BF16}, BF16),
+        (kept, None, CUDA[0], codes, BF16),
+        (kept, None, CUDA[1], codes, BF16),
+        ([("a", whole)], None, None, {"a": BF16}, torch.float32),
+        (sharded(), None, None, {"a": BF16}, BF16),
+    ):
+        plan = sender.plan(named, family, device)
+        assert all(plan is not other for other in plans)
+        assert {n: spec.dtype for n, spec in plan.manifest.tensors.items()} == dtypes
+        assert held_as in (None, plan.sources[0].held_as)
+        plans.append(plan)
+        assert sender.plan(named, family, device) is plan
+    assert sender.plan(sharded(), None, None) is plans[-1]
 
 
 # -- read in place: only where it lay at the last update

@@ -177,12 +177,11 @@ BOTH, ONE = "quarantined quarantined", "1 quarantined"
 @pytest.mark.parametrize(
     ("where", "require", "why", "found"),
     [
-        (in_a_chunk, None, STEP, BOTH),
-        (in_a_chunk, 1, STEP, ONE),
-        (in_a_chunk_with_full_buffers, None, STEP, BOTH),
-        (in_a_chunk_with_full_buffers, 1, STEP, ONE),
-        (in_a_change, None, STEP, BOTH),
-        (in_a_change, 1, STEP, ONE),
+        *(
+            (where, require, STEP, found)
+            for where in (in_a_chunk, in_a_chunk_with_full_buffers, in_a_change)
+            for require, found in ((None, BOTH), (1, ONE))
+        ),
         (partial(at_the_commit, ("to_trainer", "to_engine")), None, DECIDED, ONE),
         (partial(at_the_commit, ("to_trainer",)), None, DECIDED, "1 1"),
     ],

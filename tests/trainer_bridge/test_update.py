@@ -274,13 +274,6 @@ def test_a_bucket_that_is_too_small_for_128_rows() -> None:
 # -- failed: no rank serves what was half written, and the next update heals
 
 
-def fails(engine: FakeEngine, tensors: toy.Tensors, fault: str) -> None:
-    with pytest.raises(EngineError, match=fault):
-        update(tensors, engine, version=0)
-    assert engine.ops[-1] == "end"
-    assert [reply["ended"] for reply in engine.ended] == [False] * len(engine.ranks)
-
-
 def heals(engine: FakeEngine) -> None:
     tensors = toy.checkpoint(1)
     update(tensors, engine, version=0)
@@ -295,7 +288,10 @@ def heals(engine: FakeEngine) -> None:
 def test_nan_quarantines_every_rank(name: str, bad: float, bucket_bytes: int) -> None:
     engine, tensors = engine_of(2, bucket_bytes), toy.checkpoint()
     tensors[name].view(-1)[-1] = bad  # in the slice of rank 1
-    fails(engine, tensors, f"{name}.*NaN or Inf")
+    with pytest.raises(EngineError, match=f"{name}.*NaN or Inf"):
+        update(tensors, engine, version=0)
+    assert engine.ops[-1] == "end"
+    assert [reply["ended"] for reply in engine.ended] == [False] * len(engine.ranks)
     assert {w.state for w in engine.ranks} == {State.QUARANTINED}
     assert {w.policy.version for w in engine.ranks} == {-1}
     heals(engine)
