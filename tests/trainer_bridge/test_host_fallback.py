@@ -7,6 +7,7 @@ import ctypes
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -144,9 +145,7 @@ def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
 def test_host_memory_that_cannot_be_opened_either(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> Bucket:
-        raise SharedMemoryError("no host memory either")
-
+    refuse = Mock(side_effect=SharedMemoryError("no host memory either"))
     monkeypatch.setattr(Bucket, "from_descriptor", refuse)
     driver.refuse[OPEN] = NO_PEER_ACCESS
     engine = GpuEngine()

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer_bridge import correction_oracle as oracle
+from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.correction_oracle import Rows, batches, log_ratios, mask_of, pad
 from trainer_bridge import TokenMismatch, mismatch_metrics, worst_tokens
 from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.correction.config import REJECTIONS
 from trainer_bridge.metrics import groups
 from trainer_bridge.metrics.groups import MOST_VERSIONS, POSITIONS
-from trainer_bridge.metrics.mismatch import Reducer, Values
+from trainer_bridge.metrics.mismatch import Reducer
 
 RELATIVE_ERROR = math.expm1(1 / (2 * groups.DENSITY))  # half a bin
 REL = 1e-13  # float64 sums in another order; healthy below 1e-15
@@ -224,13 +225,7 @@ def test_the_host_reads_nothing_before_all_is_reduced(monkeypatch: pytest.Monkey
     """One wait for the GPU a batch: what the last copy to the host is."""
     with WaitsForTheDevice() as mode:
         before_reduce: list[list[str]] = []
-        reduce = Reducer.reduce
-
-        def noted(reducer: Reducer, group: Any) -> Values:
-            before_reduce.append(list(mode.seen))
-            return reduce(reducer, group)
-
-        monkeypatch.setattr(Reducer, "reduce", noted)
+        before(monkeypatch, Reducer, "reduce", lambda *_: before_reduce.append([*mode.seen]))
         some_metrics(versions=False)
         assert before_reduce == [[]]
         some_metrics(versions=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -482,16 +483,12 @@ def test_a_bucket_has_one_slot_where_one_gpu_fills_and_writes_it(
 def test_shards_that_were_looked_at_in_part_are_none() -> None:
     """An interrupt in between must not leave the pieces of others with their memory."""
     way, named = in_place.OfShards(layout((GPU,)), are_codes=False), weights(a=(4, 4), b=(4, 4))
-
-    def interrupted(index: int, view: Any) -> list[str]:
-        raise KeyboardInterrupt
-
     before, after = (
         cast(Shards, SimpleNamespace(gpus={GPU}, pieces=lambda *_: ["a"])) for _ in "12"
     )
     assert way.choose(named, None, before, ()) == {0, 1}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(after, "pieces", interrupted)
+        patch.setattr(after, "pieces", Mock(side_effect=KeyboardInterrupt))
         way.choose(named, None, after, ())
     assert way.found == frozenset()
     assert way.choose(named, None, after, ()) == {0, 1}

@@ -14,6 +14,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.test_matrix import Pairs, shuffled
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engines.engine_client import EngineError
@@ -151,13 +152,11 @@ def test_a_stream_that_failed_for_its_order_is_planned_as_it_comes(
 def test_a_packer_gets_the_dtype_that_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's kernel reads the bytes of that dtype, whatever the stream brings."""
     engine, seen = engine_of(1), {}
-    put = HostPacker.put
 
-    def noted(self: HostPacker, index: int, whole: torch.Tensor, chunk: int) -> None:
+    def note(self: HostPacker, index: int, whole: torch.Tensor, chunk: int) -> None:
         seen[index] = whole.dtype, self._plan.sources[index].held_as
-        put(self, index, whole, chunk)
 
-    monkeypatch.setattr(HostPacker, "put", noted)
+    before(monkeypatch, HostPacker, "put", note)
     tensors = toy.checkpoint()
     announce = [(name, torch.float32, t.shape) for name, t in tensors.items()]
     update(iter(tensors.items()), engine, version=0, announce=announce)
