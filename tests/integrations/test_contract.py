@@ -109,11 +109,7 @@ def test_an_engine_whose_refusals_do_not_arrive(fault: str, found: str) -> None:
 
 
 class Adapter:
-    """A sound one, and the base of those with a fault.
-
-    Args:
-        leads: whether this is the first of its ranks.
-    """
+    """A sound one, and the base of those with a fault; the first of its ranks leads."""
 
     def __init__(self, engine: FakeEngine | None, leads: bool = True) -> None:
         self.engine, self.leads = engine, leads

@@ -201,13 +201,8 @@ def become(named: Named, other: Named) -> None:
 def follows(
     kind: Kind, engine: Any, memories: fake_ipc.Memories | None, is_elsewhere: bool = False
 ) -> None:
-    """Updates of one engine, whose bytes are the oracle's after each.
-
-    Args:
-        engine: on the first rank.
-        memories: of a trainer and an engine on GPUs; none where both are on CPUs.
-        is_elsewhere: these are other GPUs than the trainer's.
-    """
+    """Updates of one engine, whose bytes are the oracle's after each: on a CPU, or with memories on
+    the trainer's GPU, or elsewhere."""
     named = kind.hold(toy.checkpoint(0))
     if memories is not None and kind.on_gpu:
         named = moved(named, memories)

@@ -387,11 +387,7 @@ def test_routed_experts_are_only_asked_for_when_wanted() -> None:
 
 @contextmanager
 def serve(engine: FakeEngine, answer: Callable[[Reply], tuple[int, Any]]) -> Iterator[str]:
-    """A server on 127.0.0.1 with SGLang's /generate and the plugin's /fp8rl; yields its URL.
-
-    Args:
-        answer: status and JSON for a request to /generate.
-    """
+    """The URL of a server with the plugin's /fp8rl and SGLang's /generate, which ``answer`` has."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

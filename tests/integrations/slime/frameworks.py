@@ -24,10 +24,7 @@ class Stock:
 
 
 class HfWeightIterator:
-    """Walked by all ranks in lockstep, in chunks of a limited size.
-
-    ``model`` makes the pairs of HF names and whole tensors from the local weights.
-    """
+    """Walked by all ranks in lockstep, in chunks of a limited size; ``model`` makes the pairs."""
 
     def __init__(
         self, args: Namespace, model: Sequence[Any], model_name: str, quantization_config: Any

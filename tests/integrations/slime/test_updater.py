@@ -225,11 +225,7 @@ def two_ranks(rank: int, folder: Path) -> None:
 
 
 def keeps_the_contract(args: Any, first: FakeEngine | None, policy: toy.Tensors) -> None:
-    """Over both ranks, each of which leads an engine.
-
-    Args:
-        first: the engine of rank 0, on that rank.
-    """
+    """Over both ranks, each of which leads an engine: rank 0 the ``first``."""
 
     def start() -> Any:
         pairs: Any = None

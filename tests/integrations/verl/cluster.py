@@ -64,11 +64,7 @@ def model_config(checkpoint: Path) -> HFModelConfig:
 
 
 def sharded(checkpoint: Path, adapter: Path | None = None) -> Any:
-    """A trainer's model of this checkpoint, wrapped by verl.
-
-    Args:
-        adapter: a folder of PEFT's, of an adapter to put into the model.
-    """
+    """A trainer's model of this checkpoint, with an adapter of PEFT's, wrapped by verl."""
     from peft import PeftModel
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoModelForCausalLM
@@ -193,12 +189,7 @@ def local_ray(**resources: int) -> Iterator[None]:
 
 @contextmanager
 def cluster(checkpoint: Path, folder: Path) -> Iterator[Cluster]:
-    """Ray, the server and the ranks; at the end all of them are gone.
-
-    Args:
-        checkpoint: what the server is of; it starts without weights.
-        folder: for the ranks' store.
-    """
+    """Ray, the server, which starts without weights, and the ranks; at the end all are gone."""
     with local_ray(num_cpus=2):
         config = rollout_config()
         # not from verl's registry, which lets SGLang look for Intel's kernels and then for libcuda

@@ -66,12 +66,7 @@ class Trainer(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load(self, checkpoint: Path, nan: str | None, lost: str | None) -> None:
-        """Take the weights of a checkpoint.
-
-        Args:
-            nan: the tensor that has a NaN instead.
-            lost: the tensor where gathering fails, on all ranks.
-        """
+        """Take the weights of a checkpoint, with NaN in one tensor, or one that is not gathered."""
         self._loaded = checkpoint, nan, lost
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
@@ -124,11 +119,7 @@ class Disaggregated(Cluster):
 
 @contextmanager
 def disaggregated(checkpoint: Path) -> Iterator[Disaggregated]:
-    """Ray, a standalone replica of two ranks, and two ranks of a trainer; at the end all are gone.
-
-    Args:
-        checkpoint: what the server is of; it starts without weights.
-    """
+    """Ray, a standalone replica and a trainer, each of two ranks; at the end all are gone."""
     # of both there are as many as verl asks for
     with local_ray(num_cpus=16, num_gpus=RANKS):
         pool = RayResourcePool([RANKS], use_gpu=False, max_colocate_count=1)
