@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -398,9 +399,7 @@ def test_each_address_of_a_host_is_tried(first: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_host_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*args: Any, **_: Any) -> Any:
-        raise socket.gaierror("Name or service not known")
-
+    unknown = Mock(side_effect=socket.gaierror("Name or service not known"))
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     found = answers("http://engine:30000/generate", 3)
     assert {str(fault) for fault in found.values()} == {"Name or service not known"}

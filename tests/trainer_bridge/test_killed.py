@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -23,6 +22,7 @@ from sgl_fp8rl.receiver import rank_server
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import fake_ipc, ranks
+from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.shards_job import GpuEngine, Trainer
 from tests.trainer_bridge.test_placements import distributed
@@ -79,16 +79,14 @@ when_none_is_connected = at(RankClients, "__init__")
 
 
 def when_one_is_connected(patch: pytest.MonkeyPatch) -> None:
-    begin = Participant.begin
+    connected: list[Participant] = []
 
-    def begin_and_die(self: Participant, *args: Any) -> None:
+    def die_at_the_second(self: Participant, *_: Any) -> None:
         if connected:
             when_none_is_connected(patch)
         connected.append(self)
-        begin(self, *args)
 
-    connected: list[Participant] = []
-    patch.setattr(Participant, "begin", begin_and_die)
+    before(patch, Participant, "begin", die_at_the_second)
 
 
 def between_two_commits(patch: pytest.MonkeyPatch) -> None:
@@ -102,15 +100,8 @@ def between_two_commits(patch: pytest.MonkeyPatch) -> None:
 
 
 def while_all_gather(patch: pytest.MonkeyPatch) -> None:
-    read, until = Source.read, [5]
-
-    def read_and_die(self: Source, parameter: torch.Tensor) -> torch.Tensor:
-        until[0] -= 1
-        if not until[0]:
-            ranks.die()
-        return read(self, parameter)
-
-    patch.setattr(Source, "read", read_and_die)
+    read = iter(range(4))
+    before(patch, Source, "read", lambda *_: next(read, None) is None and ranks.die())
 
 
 def killed(rank: int, folder: Path, engines: list[str], lost: int, die: Die, error: str) -> None:
@@ -176,12 +167,8 @@ def test_a_rank_is_killed(
 
 def while_engines_read_its_shards(patch: pytest.MonkeyPatch) -> None:
     """Before it is asked whether it is still there."""
-    share, left_to_hear = Leader.share, iter([1, 0])
-
-    def share_or_die(self: Leader, value: Any) -> Any:
-        return share(self, value) if next(left_to_hear) else ranks.die()
-
-    patch.setattr(Leader, "share", share_or_die)
+    left_to_hear = iter([1, 0])
+    before(patch, Leader, "share", lambda *_: next(left_to_hear) or ranks.die())
 
 
 def killed_beside_its_shards(rank: int, folder: Path, engines: list[str], die: Die) -> None:
@@ -264,25 +251,22 @@ class EngineInAProcess:
 
 
 def while_it_is_written(patch: pytest.MonkeyPatch, dying: EngineInAProcess) -> None:
-    send_chunk, chunks = RankClients.send_chunk, iter(range(100))
+    chunks = iter(range(100))
 
-    def send_or_kill(self: RankClients, *args: Any) -> None:
+    def kill(self: RankClients, *_: Any) -> None:
         if len(self._sockets) == TP and next(chunks) == 2:
             dying.kill()
-        send_chunk(self, *args)
 
-    patch.setattr(RankClients, "send_chunk", send_or_kill)
+    before(patch, RankClients, "send_chunk", kill)
 
 
 def after_its_vote(patch: pytest.MonkeyPatch, dying: EngineInAProcess) -> None:
-    commit = Participant.commit
 
-    def commit_or_kill(self: Participant, policy: Any) -> None:
+    def kill(self: Participant, policy: Policy) -> None:
         if self.name == dying.address:
             dying.kill()
-        commit(self, policy)
 
-    patch.setattr(Participant, "commit", commit_or_kill)
+    before(patch, Participant, "commit", kill)
 
 
 @pytest.mark.guarantee("several-engines", fault="the process of one of two engines is killed")

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
 from tests.trainer_bridge import ranks
+from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_far_engine import (
     IMAGE_BYTES,
@@ -68,13 +70,7 @@ def remote(tp: int, image_bytes: int = 0, kind: type[FakeEngine] = FakeEngine) -
 def sent_by(patch: pytest.MonkeyPatch) -> list[int]:
     """The chunks that this rank sends from now on."""
     sent: list[int] = []
-    send = RelayClient.send_chunk
-
-    def note(self: RelayClient, message: dict[str, int], *rest: object) -> None:
-        sent.append(message["index"])
-        send(self, message, *rest)  # type: ignore[arg-type]
-
-    patch.setattr(RelayClient, "send_chunk", note)
+    before(patch, RelayClient, "send_chunk", lambda _, message, *__: sent.append(message["index"]))
     return sent
 
 
@@ -121,15 +117,14 @@ def a_connection_fails(rank: int, engine: str, how: str, below: int = 1) -> None
 
 def breaking(patch: pytest.MonkeyPatch) -> None:
     """The connection that this rank sends to first breaks: that of the first engine."""
-    send, first = RelayClient.send_chunk, []
+    first: list[RelayClient] = []
 
-    def break_and_send(self: RelayClient, *rest: Any) -> None:
+    def break_once(self: RelayClient, *_: Any) -> None:
         if not first:
             first.append(self)
             self._sockets[0].shutdown(socket.SHUT_RDWR)
-        send(self, *rest)
 
-    patch.setattr(RelayClient, "send_chunk", break_and_send)
+    before(patch, RelayClient, "send_chunk", break_once)
 
 
 def one_of_two_is_lost(rank: int, engines: list[str]) -> None:
@@ -153,9 +148,7 @@ def one_of_two_is_here(rank: int, engines: list[str]) -> None:
 
 
 def behind_a_firewall(rank: int, engine: str) -> None:
-    def refuse(*_: object) -> None:
-        raise EngineError("the relay cannot be reached")
-
+    refuse = Mock(side_effect=EngineError("the relay cannot be reached"))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(Part, "__init__", refuse)
@@ -190,11 +183,7 @@ def nan_of_another_rank(rank: int, engines: list[str]) -> None:
     tensors = toy.checkpoint(0)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
-
-            def refuse(*_: object) -> None:
-                raise EngineError("a weight holds NaN")
-
-            patch.setattr(HostPacker, "put", refuse)
+            patch.setattr(HostPacker, "put", Mock(side_effect=EngineError("a weight holds NaN")))
         with pytest.raises(EngineError, match="on rank 2 of the trainer: a weight holds NaN"):
             update(toy_trainer(step(tensors, 1)), engines, version=1, require=1)
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
+from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.served import left
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, remote_engine, step
 from tests.trainer_bridge.test_transaction import serves, states
@@ -156,15 +157,13 @@ def in_a_change(patch: pytest.MonkeyPatch, network: Network) -> None:
 def at_the_commit(ways: tuple[str, ...], patch: pytest.MonkeyPatch, network: Network) -> None:
     """The commit, or the answer to it, is under way for ever. What was decided stays so: the next
     try at this version sends nothing."""
-    send = RelayClient.send
 
-    def stall(self: RelayClient, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    def stall(_: RelayClient, message: dict[str, Any], *__: Any) -> None:
         if message["op"] == "commit":
             for way in ways:
                 setattr(network, way, 0)
-        send(self, message, fds)
 
-    patch.setattr(RelayClient, "send", stall)
+    before(patch, RelayClient, "send", stall)
 
 
 STEP, DECIDED = f"engine 1: .*took longer than {STEP_S:.0f} s", r"committed on 1 of 2 .*engine 1"
