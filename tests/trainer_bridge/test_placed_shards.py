@@ -21,6 +21,7 @@ from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.session import Session
 from tests.sgl_fp8rl.receiver import toy
 from tests.trainer_bridge import fake_ipc, ranks
+from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.shards_job import (
     CODED,
     GPU,
@@ -107,6 +108,7 @@ NAMED: Named = [("w", torch.ones(4))]
 
 def test_what_all_have_told_before_is_read_in_place() -> None:
     registry = ShardRegistry()
+    assert registry.assemble(["a"], NAMED) is None, "it was never heard"
     assert registry.assemble([told("a"), told("b")], NAMED) is None
     assert not registry._shards, "nothing is made of what may move at each update"
     shards = registry.assemble(["a", "b"], NAMED)
@@ -116,10 +118,6 @@ def test_what_all_have_told_before_is_read_in_place() -> None:
     assert registry.assemble(["a", None], NAMED) is None
     again = registry.assemble(["a", "c"], NAMED)
     assert again is not None and again.seeds == ("a", "c")
-
-
-def test_a_rank_that_was_never_heard_is_not_read() -> None:
-    assert ShardRegistry().assemble(["a"], NAMED) is None
 
 
 def test_another_host_is_not_read() -> None:
@@ -251,18 +249,17 @@ def until_no_rank_reads_them(patch: pytest.MonkeyPatch, rank: int, folder: Path)
     """A rank of the engine fails; the trainer's ranks go on when the others have ended."""
     job = Job(patch, rank, GpuEngine)
     job.read(2)
-    write, reading = Session.write, folder / "reading"
+    reading = folder / "reading"
 
-    def failing(self: Session, index: int) -> None:
+    def fail_or_linger(self: Session, index: int) -> None:
         if self.writer.is_mapped(index):
             if self.weights is job.engines[0].ranks[0]:
                 raise ValueError("a fault of one rank")
             reading.touch()
             time.sleep(1.0)
             reading.unlink()
-        write(self, index)
 
-    patch.setattr(Session, "write", failing)
+    before(patch, Session, "write", fail_or_linger)
     job.fails("a fault of one rank")
     assert not reading.exists()
 

@@ -46,16 +46,6 @@ def test_all_are_told_and_answer_in_rank_order(ranks: list[Rank]) -> None:
         assert rank.messages == [{"token": TOKEN}, {"op": "finish"}]
 
 
-def test_messages_may_be_sent_ahead_of_their_replies(ranks: list[Rank]) -> None:
-    for rank in ranks:
-        rank.answer = lambda message: {"to": message.get("index")}
-    connected = connect(ranks)
-    for index in range(3):
-        connected.send({"op": "step", "index": index})
-    assert [connected.wait() for _ in range(3)] == [[{"to": index}] * 2 for index in range(3)]
-    connected.close()
-
-
 @pytest.mark.parametrize(
     ("first", "second", "common"),
     [

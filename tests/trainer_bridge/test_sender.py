@@ -278,15 +278,11 @@ def test_scales_beside_weights_that_are_copied(
 
 
 def test_scales_are_sent_in_fp32_whoever_sends_them() -> None:
-    """And without their gradient."""
     sender = Sender(kv_layout())
     for family in (None, "qwen3"):
         both = scaled(sender, weights(a=(4, 4)), 1.0)
         spec = sender.plan(both, family, None).manifest.tensors[KV_SCALES]
         assert (spec.dtype, spec.shape) == (torch.float32, (2, 2, 4))
-        given = torch.ones(2, 2, 4, requires_grad=True)
-        ((_, scales),) = sender.settled([(KV_SCALES, given)], HOST)
-        assert not scales.requires_grad
 
 
 def test_scales_that_are_not_for_this_engine() -> None:
@@ -308,9 +304,8 @@ def test_scales_that_are_not_for_this_engine() -> None:
         with pytest.raises(ManifestError, match=sentence):
             sender.settled([(KV_SCALES, scales)], None)
         assert sender.settled([(KV_SCALES, good)], None) == [(KV_SCALES, good)]
-    for more in ({}, {"kv_cache": None}):
-        with pytest.raises(ManifestError, match="--kv-cache-dtype fp8_e4m3"):
-            Sender(layout((GPU,), **more)).settled([(KV_SCALES, good)], None)
+    with pytest.raises(ManifestError, match="--kv-cache-dtype fp8_e4m3"):
+        Sender(layout((GPU,))).settled([(KV_SCALES, good)], None)
 
 
 # -- memory that the engine opens
