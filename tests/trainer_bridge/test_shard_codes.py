@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -324,10 +325,8 @@ def in_bf16_without_memory(patch: pytest.MonkeyPatch, rank: int, folder: Path) -
     """One rank has no room for codes: none makes any from then on."""
     job, warnings = Job(patch, rank, Elsewhere), list[str]()
 
-    def full(nbytes: int, device: Any) -> Any:
-        raise CudaMemoryError("out of memory")
-
     if rank == 1:
+        full = Mock(side_effect=CudaMemoryError("out of memory"))
         patch.setattr(shard_codes, "DeviceMemory", full)
     patch.setattr(shard_codes.logger, "warning", lambda text, *args: warnings.append(text % args))
     assert job.read(5) == [0, *[PLAIN] * 4]
