@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_fp8rl.tools.doctor import check as checks
 from sgl_fp8rl.tools.doctor import installation
 from sgl_fp8rl.tools.doctor.check import Check
 
