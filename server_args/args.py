@@ -126,7 +126,7 @@ class Fp8RLServerArgs:
     ``"nixl"``: the trainer writes them into the engine's host memory by NIXL, which uses RDMA
     where the network has it. All else, and what changed alone, goes over TCP.
     """
-    image_bytes: int = _option(
+    snapshot_bytes: int = _option(
         0, "largest update that may be sent as changes; KiB, MiB, GiB", _parse_size
     )
     """Bytes of the largest update of which a trainer on another host may send the changes alone;
@@ -151,9 +151,9 @@ class Fp8RLServerArgs:
                 "bucket_bytes",
                 f"must be a positive multiple of {BUCKET_ALIGNMENT}, not {self.bucket_bytes}",
             )
-        _check_integer("image_bytes", self.image_bytes)
-        if self.image_bytes < 0:
-            raise _invalid("image_bytes", f"must be 0 or more, not {self.image_bytes}")
+        _check_integer("snapshot_bytes", self.snapshot_bytes)
+        if self.snapshot_bytes < 0:
+            raise _invalid("snapshot_bytes", f"must be 0 or more, not {self.snapshot_bytes}")
         if not isinstance(self.ignored_layers, tuple):
             raise _invalid("ignored_layers", "must be a tuple of patterns")
         for pattern in self.ignored_layers:

@@ -62,7 +62,7 @@ class EngineWeights:
         """What was committed last; while the engine is quarantined it does not generate."""
         self.transaction = ""
         """The one that committed ``policy``, by the name that its trainer gave it."""
-        self._image: tuple[WeightWriter, str] | None = None
+        self._snapshot: tuple[WeightWriter, str] | None = None
         """The writer of ``policy``, and what a trainer on another host calls that update."""
         self._in_doubt: tuple[str, Session] | None = None
         """A transaction that this engine voted for, and was not told the end of."""
@@ -106,11 +106,15 @@ class EngineWeights:
             "reason": self.reason,
         }
 
-    def image_of(self, writer: WeightWriter) -> str:
+    def snapshot_of(self, writer: WeightWriter) -> str:
         """The name of the update that is stored, where this writer can read it back; else empty."""
-        if self._image is None or self._image[0] is not writer or self.state is not State.SERVING:
+        if (
+            self._snapshot is None
+            or self._snapshot[0] is not writer
+            or self.state is not State.SERVING
+        ):
             return ""
-        return self._image[1]
+        return self._snapshot[1]
 
     def knows(self, fingerprint: str) -> bool:
         """Whether a manifest with this fingerprint was accepted before."""
@@ -225,9 +229,9 @@ class EngineWeights:
         if self.kv is not None:
             self.kv.after_update(self.session.kv_scales)
         policy, writer = self.session.policy, self.session.writer
-        has_name = bool(self.session.image) and writer.holds_bytes
+        has_name = bool(self.session.snapshot) and writer.holds_bytes
         writer.keep(changes_may_come=has_name)
-        self._image = (writer, self.session.image) if has_name else None
+        self._snapshot = (writer, self.session.snapshot) if has_name else None
         if policy.run != self.policy.run and self.policy != CHECKPOINT:
             self._replaced.append(self.policy.run)
         self.policy, self.transaction = policy, transaction
@@ -244,7 +248,7 @@ class EngineWeights:
         level = logging.ERROR if self.session is not None else logging.INFO
         logger.log(level, "engine weights are quarantined: %s", reason)
         self._in_doubt = (voted_for, self.session) if voted_for and self.session else None
-        self._image = None
+        self._snapshot = None
         if self.session is not None:
             self.session.forget_changes()
             self.session.writer.end()

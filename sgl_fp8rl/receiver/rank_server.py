@@ -31,7 +31,7 @@ HELLO_TIMEOUT_S = 10.0
 LONGEST_HELLO = 4096
 """Bytes that are read of a peer that has not shown its token."""
 LONGEST_NAME = 64
-"""Characters of the name of a transaction or of an image."""
+"""Characters of the name of a transaction or of a snapshot."""
 LONGEST_REASON = 1000
 """Characters of the reason of a failure that are kept: each request is refused with it."""
 
@@ -94,13 +94,13 @@ class RankSocket:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def accept(
-        self, token: str, silence_s: float, known: list[str], image: str = ""
+        self, token: str, silence_s: float, known: list[str], snapshot: str = ""
     ) -> socket.socket:
         """Wait for the trainer that holds the session's token; others are turned away.
 
         Args:
             known: names of the shared memory that is open already, reported to the trainer.
-            image: the name of the update that this rank holds, and that changes may be of.
+            snapshot: the name of the update that this rank holds, and that changes may be of.
 
         Raises:
             OSError: it did not come, or left at once.
@@ -114,7 +114,7 @@ class RankSocket:
                 closing.enter_context(peer)
                 if holds(peer, token, left):
                     peer.settimeout(silence_s)
-                    held = {"image": image} if image else {}
+                    held = {"snapshot": snapshot} if snapshot else {}
                     framing.send(peer, {"ok": True, "known": known, **held})
                     closing.pop_all()
                     return peer
@@ -177,7 +177,7 @@ def serve(
                     os.close(fd)
             if op == "commit":
                 session.weights.memory.set_owner(peer)
-                session.image = _name(message.get("image"))
+                session.snapshot = _name(message.get("snapshot"))
                 return Outcome(session.finished, "commit came before finish", session.dirty), peer
             if op == "abort":
                 reason = message.get("reason")
@@ -210,9 +210,9 @@ def serve(
     return Outcome(False, reason, session.dirty, goes_back=session.can_undo), None
 
 
-def _name(image: Any) -> str:
+def _name(snapshot: Any) -> str:
     """What a trainer calls an update that it may send changes of; empty where it will not."""
-    return image if isinstance(image, str) and len(image) <= LONGEST_NAME else ""
+    return snapshot if isinstance(snapshot, str) and len(snapshot) <= LONGEST_NAME else ""
 
 
 def _clean(reason: str) -> str:

@@ -34,9 +34,9 @@ class Session:
         self.finished = False
         self.kv_scales: torch.Tensor | None = None
         """What the update brought and ``finish`` found sound; in force from ``commit`` on."""
-        self.base = weights.image_of(writer)
+        self.base = weights.snapshot_of(writer)
         """The update that is stored, of which changes may come; empty if of none."""
-        self.image = ""
+        self.snapshot = ""
         """What its trainer calls this update, once it commits."""
         self._goes_back: UndoLog = []
         self._is_whole = False

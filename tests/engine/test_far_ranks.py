@@ -48,7 +48,7 @@ def server(
         policies(family)[0],
         *("--tp-size", f"{TP}", "--kv-cache-dtype", "fp8_e4m3"),
         *("--fp8rl-bucket-bytes", str(BUCKET_BYTES)),
-        *("--fp8rl-listen", "any", "--fp8rl-image-bytes", "64MiB"),
+        *("--fp8rl-listen", "any", "--fp8rl-snapshot-bytes", "64MiB"),
         environment={"FP8RL_KEY": KEY, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
         key=KEY,
     ) as started:

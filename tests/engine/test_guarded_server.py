@@ -39,7 +39,7 @@ def guarded(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Ite
         policies("qwen3")[0],
         *("--load-format", "dummy"),
         *("--fp8rl-bucket-bytes", "1MiB", "--fp8rl-session-timeout-s", "8"),
-        *("--fp8rl-listen", "any", "--fp8rl-image-bytes", "64MiB"),
+        *("--fp8rl-listen", "any", "--fp8rl-snapshot-bytes", "64MiB"),
         environment={"FP8RL_KEY": KEY},
         key=KEY,
     ) as server:

@@ -44,7 +44,7 @@ STREAMS = (
     [BUCKET, *CHUNKS, {"op": "finish"}],
 )
 CHANGED = (
-    [BUCKET, *CHANGES, {"op": "finish"}, {"op": "commit", "image": "the next one"}],
+    [BUCKET, *CHANGES, {"op": "finish"}, {"op": "commit", "snapshot": "the next one"}],
     [BUCKET, CHANGES[1], CHUNKS[0], {"op": "abort", "reason": "enough of it"}],
     [BUCKET, CHANGES[0], {"op": "abort", "reason": "enough of it"}],
 )
@@ -103,7 +103,7 @@ def decode_session(weights: EngineWeights, fingerprint: str, fd: int, data: byte
     session = weights.begin(fingerprint, Policy(toy.RUN, 1))
     with arrived(data, (fd,)) as sock:
         listener: Any = SimpleNamespace(
-            accept=lambda token, silence_s, known, image: sock, heard=lambda: None
+            accept=lambda token, silence_s, known, snapshot: sock, heard=lambda: None
         )
         outcome, peer = serve(listener, session, "token", 10.0)
         assert outcome.dirty == session.dirty
@@ -117,7 +117,10 @@ def decode_session(weights: EngineWeights, fingerprint: str, fd: int, data: byte
 
 
 def decode_changes(weights: EngineWeights, fingerprint: str, fd: int, data: bytes) -> None:
-    weights.state, weights._image = State.SERVING, (weights._writers[fingerprint], "the last one")
+    weights.state, weights._snapshot = (
+        State.SERVING,
+        (weights._writers[fingerprint], "the last one"),
+    )
     decode_session(weights, fingerprint, fd, data)
 
 

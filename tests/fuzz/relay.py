@@ -29,7 +29,7 @@ BUCKET = {"op": "bucket", "name": "bucket", "bytes": ROOM}
 CHUNK = {"op": "chunk", "index": 0, "offset": 0, "bytes": ROOM}
 SESSIONS = (
     [BUCKET, CHUNK, {**CHUNK, "index": 1, "offset": 64, "bytes": 8}, {"op": "finish"}],
-    [BUCKET, {**CHUNK, "order": ["a", "b"]}, {"op": "commit", "image": "next"}],
+    [BUCKET, {**CHUNK, "order": ["a", "b"]}, {"op": "commit", "snapshot": "next"}],
     [BUCKET, {**CHUNK, "change": 3}, {**CHUNK, "index": 1, "change": ROOM}, {"op": "finish"}],
     [BUCKET, {**CHUNK, "written": True}, {**CHUNK, "index": 1, "offset": 64, "bytes": 8}],
 )
@@ -64,7 +64,7 @@ def threadless() -> Relay:
     relay = object.__new__(Relay)
     memories = RelayMemory(ROOM, 2 * ROOM)
     relay._memories, relay._memory = memories, None
-    relay._changes, relay._told = SessionChanges(2 * ROOM), {"image": "before"}
+    relay._changes, relay._told = SessionChanges(2 * ROOM), {"snapshot": "before"}
     relay._ranks, relay._silence_s = RelayRanks(), TIMEOUT_S
     relay._sending, relay._written, relay._writing = Lock(), Condition(), 0
     return relay

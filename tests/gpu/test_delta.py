@@ -10,15 +10,15 @@ from hypothesis import example, given
 from sgl_fp8rl.ops import delta, delta_triton
 from sgl_fp8rl.ops.delta import DeltaError
 from sgl_fp8rl.ops.delta_triton import Comparison, Records
-from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.snapshot import Snapshot
 from sgl_fp8rl.protocol.states import State
 from tests.gpu.conftest import INTERPRETED
 from tests.sgl_fp8rl.kv import test_updates as with_kv
-from tests.sgl_fp8rl.protocol.test_image import change_to
+from tests.sgl_fp8rl.protocol.test_snapshot import change_to
 from tests.sgl_fp8rl.receiver import test_changes, toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
+from tests.trainer_bridge.test_far_engine import SMALL, SNAPSHOT_BYTES, holds, remote_engine, step
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import update
@@ -153,14 +153,14 @@ def test_no_size_compiles_anew_or_spills(device: str) -> None:
         assert len(made) == 1 and not made[0].n_spills
 
 
-def test_an_image_goes_on_where_it_lies(device: str) -> None:
+def test_a_snapshot_goes_on_where_it_lies(device: str) -> None:
     """On a GPU as on the CPU, with a chunk that changes too much and updates that fail."""
     torch.manual_seed(0)
     sizes = (BLOCK + 8, 70_000, 4000)
     now = {n: torch.randint(0, 256, (size,), dtype=torch.uint8) for n, size in enumerate(sizes)}
-    whole = {n: change_to(Image("", {}), n, chunk.to(device)) for n, chunk in now.items()}
-    there = Image("", {}).advance(whole, "0", device)
-    here = Image("", {}).advance(whole, "0")
+    whole = {n: change_to(Snapshot("", {}), n, chunk.to(device)) for n, chunk in now.items()}
+    there = Snapshot("", {}).advance(whole, "0", device)
+    here = Snapshot("", {}).advance(whole, "0")
     for version, part in enumerate([0.001, 0.013, 0.0, 0.01], 1):
         torn = {n: edited(len(chunk), 0.02, seed=9)[1] for n, chunk in now.items()}
         for n, chunk in torn.items():
@@ -198,7 +198,7 @@ def test_a_trainer_on_a_gpu_sends_what_changed(
     writes_on: str, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through real sessions and TCP, with NaN in an update between if it ``fails``."""
-    engine = remote_engine(2, SMALL, IMAGE_BYTES, RemoteEngine, writes_on)
+    engine = remote_engine(2, SMALL, SNAPSHOT_BYTES, RemoteEngine, writes_on)
     tensors = toy.checkpoint(0)
     for version in range(0, 12, 2):
         tensors = step(tensors, version)
@@ -208,7 +208,7 @@ def test_a_trainer_on_a_gpu_sends_what_changed(
         if version:
             assert result.network_bytes < 0.1 * result.bytes
         base = KEPT.connection_to(engine).base
-        assert base is not None and all(c.is_cuda for c in base.image._chunks.values())
+        assert base is not None and all(c.is_cuda for c in base.snapshot._chunks.values())
         if fails:
             named[toy.FP8_NAMES[0]].view(-1)[0] = torch.nan
             with pytest.raises(EngineError, match="NaN"):
@@ -225,7 +225,7 @@ def test_what_an_engine_on_a_gpu_wrote_is_undone(
 
     Both ranks keep the norm and, in FP32, the router; the second alone has NaN of the bias.
     """
-    engine = remote_engine(2, SMALL, IMAGE_BYTES, device="cuda")
+    engine = remote_engine(2, SMALL, SNAPSHOT_BYTES, device="cuda")
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
     for version in range(1, 8, 2):
@@ -259,7 +259,7 @@ def test_kv_scales_change_on_a_gpu() -> None:
                 session.undo()
                 weights.resume()
                 assert with_kv.kv_of(weights).scales.max() == sent[KV_SCALES].max()
-        session.image = test_changes.BASE
+        session.snapshot = test_changes.BASE
         session.finish()
         weights.commit()
         sent = after

@@ -30,7 +30,7 @@ def valid_args() -> st.SearchStrategy[Fp8RLServerArgs]:
         key=WORDS,
         listen=st.sampled_from(["loopback", "any"]),
         network=st.sampled_from(["tcp", "nixl"]),
-        image_bytes=st.integers(0, 1 << 50),
+        snapshot_bytes=st.integers(0, 1 << 50),
         session_timeout_s=st.floats(min_value=1e-3, max_value=1e9),
     )
 
@@ -55,7 +55,7 @@ def test_every_field_travels() -> None:
         "key": "secret",
         "listen": "any",
         "network": "nixl",
-        "image_bytes": 1 << 35,
+        "snapshot_bytes": 1 << 35,
         "session_timeout_s": 1.5,
     }
     names = {field.name for field in dataclasses.fields(Fp8RLServerArgs)}
@@ -131,8 +131,8 @@ def test_sizes_refused(text: str) -> None:
         ("listen", "0.0.0.0", "loopback, any"),
         ("listen", "any", "key"),
         ("network", "rdma", "tcp, nixl"),
-        ("image_bytes", -1, "0 or more"),
-        ("image_bytes", 1.5, "integer"),
+        ("snapshot_bytes", -1, "0 or more"),
+        ("snapshot_bytes", 1.5, "integer"),
         ("session_timeout_s", 0.0, "positive"),
         ("session_timeout_s", float("nan"), "positive"),
         ("session_timeout_s", float("inf"), "positive"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.protocol import framing, image
+from sgl_fp8rl.protocol import framing, snapshot
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.receiver import rank_server
@@ -32,7 +32,7 @@ from trainer_bridge.updates.update import update
 
 pytestmark = pytest.mark.timeout(120)
 
-IMAGE_BYTES = 4 << 20
+SNAPSHOT_BYTES = 4 << 20
 """More than the toy model has."""
 GONE_S = 20.0
 
@@ -40,13 +40,13 @@ GONE_S = 20.0
 def remote_engine(
     tp: int = 1,
     bucket_bytes: int = 1 << 20,
-    image_bytes: int = 0,
+    snapshot_bytes: int = 0,
     kind: type[FakeEngine] = FakeEngine,
     device: str = "cpu",
 ) -> FakeEngine:
     """An engine whose sockets and memory this process cannot reach."""
     ranks = [toy.engine(toy.toy(rank, tp).to(device), toy.SHAPES) for rank in range(tp)]
-    engine = kind(ranks, bucket_bytes, image_bytes)
+    engine = kind(ranks, bucket_bytes, snapshot_bytes)
     engine.place = {**here(), "boot": "of another kernel"}
     return engine
 
@@ -84,9 +84,9 @@ def sent(engines: Any, tensors: toy.Tensors, version: int, stream: bool = False)
     return result.network_bytes / result.bytes
 
 
-def imaged(count: int = 1, tp: int = 1) -> list[FakeEngine]:
+def with_snapshots(count: int = 1, tp: int = 1) -> list[FakeEngine]:
     """Engines that keep what changes can be sent of: version 0."""
-    engines = [remote_engine(tp, SMALL, IMAGE_BYTES) for _ in range(count)]
+    engines = [remote_engine(tp, SMALL, SNAPSHOT_BYTES) for _ in range(count)]
     sent(engines, toy.checkpoint(0), 0)
     return engines
 
@@ -111,7 +111,7 @@ def test_a_trainer_may_be_silent_between_updates() -> None:
 
 def test_engines_of_several_hosts_share_what_is_sent() -> None:
     """Each sees other GPUs; weights are quantized, and kept, once for all."""
-    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
+    engines = [remote_engine(1, SMALL, SNAPSHOT_BYTES) for _ in range(2)]
     for number, engine in enumerate(engines):
         engine.visible_gpus = [f"GPU {number}"]
     for version in range(2):
@@ -244,7 +244,7 @@ def connected(begun: dict[str, Any]) -> Iterator[socket.socket]:
     ],
 )
 def test_what_cannot_be_a_chunk_ends_the_session(sound: list[Any], message: Any, why: str) -> None:
-    (engine,) = imaged(tp=2)
+    (engine,) = with_snapshots(tp=2)
     hang_up(engine)
     with connected(begin_by_hand(engine)) as peer:
         for each in sound:
@@ -277,7 +277,7 @@ def step(tensors: toy.Tensors, seed: int, part: float = 0.001) -> toy.Tensors:
 def forget(engine: FakeEngine) -> None:
     """No rank knows which update it holds, as after one from this host."""
     for weights in engine.ranks:
-        weights._image = None
+        weights._snapshot = None
 
 
 # 20 s alone, more than 120 beside three other suites on two cores
@@ -285,7 +285,7 @@ def forget(engine: FakeEngine) -> None:
 @pytest.mark.guarantee("all-or-none", fault="200 updates of what changed, with faults between")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
-    (engine,), tensors, parts = imaged(tp=tp), toy.checkpoint(0), []
+    (engine,), tensors, parts = with_snapshots(tp=tp), toy.checkpoint(0), []
     for version in range(1, 201):
         before, tensors = tensors, step(tensors, version)
         if version % 20 == 5:  # found when most chunks are written
@@ -316,7 +316,7 @@ def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_a_change_that_is_torn_changes_nothing(how: str, chunk: int) -> None:
     """All changes are on the engine's host before a rank writes the first of them."""
-    (engine,), tensors = imaged(tp=2), toy.checkpoint(0)
+    (engine,), tensors = with_snapshots(tp=2), toy.checkpoint(0)
     engine.silence_s = 3.0 if how == "stalls" else 30.0
     with failing_in_chunk(chunk, how), pytest.raises(EngineError, match=r"ended|gone|silent"):
         update(step(tensors, 1), engine, version=1)
@@ -329,7 +329,7 @@ def test_a_change_that_is_torn_changes_nothing(how: str, chunk: int) -> None:
 @pytest.mark.guarantee("all-or-none", fault="the trainer is interrupted between two commits")
 def test_changes_are_not_undone_after_the_decision() -> None:
     """One engine has committed, so the other one must not go back to the version before."""
-    engines, tensors = imaged(2), step(toy.checkpoint(0), 1)
+    engines, tensors = with_snapshots(2), step(toy.checkpoint(0), 1)
 
     def one_commits(calls: Any) -> bool:
         commits = [call for call in calls.values() if call.func.__name__ == "commit"]
@@ -343,8 +343,8 @@ def test_changes_are_not_undone_after_the_decision() -> None:
 
 
 def test_several_engines_each_get_what_they_lack() -> None:
-    """One was restarted; one keeps no image; the others are sent changes."""
-    engines, tensors = [*imaged(3), remote_engine(2, SMALL)], toy.checkpoint(0)
+    """One was restarted; one keeps no snapshot; the others are sent changes."""
+    engines, tensors = [*with_snapshots(3), remote_engine(2, SMALL)], toy.checkpoint(0)
     sent(engines, tensors, 1)
     forget(engines[1])
     tensors = step(tensors, 1)
@@ -352,19 +352,19 @@ def test_several_engines_each_get_what_they_lack() -> None:
     assert 1 <= sent(engines, step(tensors, 2), 3) < 1.1
 
 
-def test_a_whole_update_frees_the_image_of_the_last_one() -> None:
-    engine, away = imaged(2)
+def test_a_whole_update_frees_the_snapshot_of_the_last_one() -> None:
+    engine, away = with_snapshots(2)
     last = KEPT.connection_to(away).base
-    assert last is not None and last.image._chunks
+    assert last is not None and last.snapshot._chunks
     forget(engine)
     sent(engine, toy.checkpoint(0), 1)
-    assert not last.image._chunks  # though the other engine was not asked
+    assert not last.snapshot._chunks  # though the other engine was not asked
     sent([engine, away], step(toy.checkpoint(0), 2), 2)
 
 
 def test_the_changes_of_another_trainer_are_not_taken_for_ours() -> None:
     """It has updated the engine meanwhile: what this one sends next is whole."""
-    (engine,) = imaged()
+    (engine,) = with_snapshots()
     connection = KEPT.connection_to(engine)
     mine, connection.base = connection.base, None  # another process begins without any
     assert mine is not None
@@ -375,7 +375,7 @@ def test_the_changes_of_another_trainer_are_not_taken_for_ours() -> None:
 
 def test_a_torn_change_of_another_rank_is_missed_by_the_vote() -> None:
     """Half a change, and then nothing; the first rank, which nobody told, has engines vote."""
-    (engine,), tensors = imaged(), step(toy.checkpoint(0), 1)
+    (engine,), tensors = with_snapshots(), step(toy.checkpoint(0), 1)
     sent(engine, tensors, 1)
     hang_up(engine)
     begun = begin_by_hand(engine, -1)
@@ -412,7 +412,7 @@ def test_a_torn_change_of_another_rank_is_missed_by_the_vote() -> None:
 
 def test_ranks_hear_of_a_slow_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the engine's host only collects what changes."""
-    (engine,), tensors, read = imaged(tp=2), step(toy.checkpoint(0), 1), Source.read
+    (engine,), tensors, read = with_snapshots(tp=2), step(toy.checkpoint(0), 1), Source.read
     engine.silence_s = 4.5
 
     def slow(self: Source, parameter: torch.Tensor) -> torch.Tensor:
@@ -424,7 +424,7 @@ def test_ranks_hear_of_a_slow_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_chunk_may_take_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    (engine,), change = imaged(), Session.change
+    (engine,), change = with_snapshots(), Session.change
 
     def slow(self: Session, index: int, size: int) -> None:
         time.sleep(0.8)
@@ -440,7 +440,7 @@ def test_each_chunk_may_take_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch)
 def test_streams_go_on_after_an_engine_that_was_not_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, tensors = remote_engine(1, SMALL, IMAGE_BYTES), toy.checkpoint(0)
+    engine, tensors = remote_engine(1, SMALL, SNAPSHOT_BYTES), toy.checkpoint(0)
     sent(engine, tensors, 0, stream=True)
     with monkeypatch.context() as patch:
         patch.setattr(rank_server, "CONNECT_TIMEOUT_S", 0.5)
@@ -458,8 +458,8 @@ def test_streams_go_on_after_an_engine_that_was_not_reached(
 
 
 def test_a_commit_whose_answer_is_lost() -> None:
-    """The engine holds an update that its trainer has no image of."""
-    (engine,), before = imaged(tp=2), toy.checkpoint(0)
+    """The engine holds an update that its trainer has no snapshot of."""
+    (engine,), before = with_snapshots(tp=2), toy.checkpoint(0)
 
     def commits(client: RelayClient, message: dict[str, Any], fds: Any = ()) -> bool:
         return message["op"] == "commit" and client.send(message, fds) is None
@@ -469,21 +469,21 @@ def test_a_commit_whose_answer_is_lost() -> None:
     assert sent(engine, before, 2) >= 1
 
 
-def test_an_image_whose_change_is_interrupted_is_no_image() -> None:
+def test_a_snapshot_whose_change_is_interrupted_is_no_snapshot() -> None:
     """On the trainer; an engine that was not in this update still has the one before."""
-    engines, tensors, calls = imaged(2), toy.checkpoint(0), count(1)
+    engines, tensors, calls = with_snapshots(2), toy.checkpoint(0), count(1)
 
     def third(content: torch.Tensor, delta: torch.Tensor) -> bool:
         return threading.current_thread() is threading.main_thread() and next(calls) == 3
 
-    with interrupted(image, "apply", third):
+    with interrupted(snapshot, "apply", third):
         update(step(tensors, 1), engines[0], version=1)
     for version, engine in enumerate(reversed(engines), 2):
         assert sent(engine, step(tensors, 2), version) >= 1
 
 
 def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    (engine,), tensors = imaged(), toy.checkpoint(0)
+    (engine,), tensors = with_snapshots(), toy.checkpoint(0)
 
     def no_memory(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -500,7 +500,7 @@ def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.Monkey
 
 def test_after_two_failures_no_base_is_kept() -> None:
     """Also that of an engine that holds another one than changes were of."""
-    engines, tensors = [*imaged(), *imaged()], toy.checkpoint(0)
+    engines, tensors = [*with_snapshots(), *with_snapshots()], toy.checkpoint(0)
     connections = [KEPT.connection_to(engine) for engine in engines]
     bad = step(tensors, 1)
     bad["attn.q.weight"][0, 0] = math.nan
@@ -511,12 +511,12 @@ def test_after_two_failures_no_base_is_kept() -> None:
     sent(engines, step(tensors, 2), 2)
 
 
-def test_a_trainer_keeps_no_image_that_no_engine_keeps() -> None:
+def test_a_trainer_keeps_no_snapshot_that_no_engine_keeps() -> None:
     """Nor where it is too large: it was restarted with less, or with none, say."""
-    (engine,) = imaged()
+    (engine,) = with_snapshots()
     connection = KEPT.connection_to(engine)
     assert connection.base is not None
-    for version, most in enumerate((1000, 100_000, IMAGE_BYTES, 0), start=1):
-        engine.memories.most_image_bytes = most
+    for version, most in enumerate((1000, 100_000, SNAPSHOT_BYTES, 0), start=1):
+        engine.memories.most_snapshot_bytes = most
         assert sent(engine, toy.checkpoint(version), version) >= 1
-        assert (connection.base is not None) == (most == IMAGE_BYTES)
+        assert (connection.base is not None) == (most == SNAPSHOT_BYTES)

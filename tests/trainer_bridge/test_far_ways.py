@@ -15,7 +15,7 @@ from tests.fuzz.frames import arrived
 from tests.fuzz.relay import BUCKET, CHUNK, threadless
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, imaged, sent, step
+from tests.trainer_bridge.test_far_engine import SNAPSHOT_BYTES, sent, step, with_snapshots
 from tests.trainer_bridge.test_matrix import Way, on_gpu
 from tests.trainer_bridge.test_update import SMALL, holds
 from trainer_bridge.engines.engine_client import EngineError
@@ -52,13 +52,13 @@ def test_plain_tcp_needs_a_word(transports: str | None, monkeypatch: pytest.Monk
         nixl_memory.check_usable()
 
 
-def nixl_engine(image_bytes: int = 0) -> FakeEngine:
+def nixl_engine(snapshot_bytes: int = 0) -> FakeEngine:
     pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
-    return Way(SMALL, image_bytes, network="nixl").engine(2)
+    return Way(SMALL, snapshot_bytes, network="nixl").engine(2)
 
 
 def test_changes_go_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, written, write = nixl_engine(IMAGE_BYTES), [], Writer.write
+    engine, written, write = nixl_engine(SNAPSHOT_BYTES), [], Writer.write
     monkeypatch.setattr(Writer, "write", lambda *args: written.append(args) or write(*args))
     for version in range(3):
         written.clear()
@@ -81,7 +81,7 @@ def test_a_transfer_that_fails_ends_the_update(monkeypatch: pytest.MonkeyPatch) 
     assert exposed not in engine.memories.exposed.values()
 
 
-# -- a trainer on a GPU, which quantizes weights there and compares them with the last image
+# -- a trainer on a GPU, which quantizes weights there and compares them with the last snapshot
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch)
 
 
-def test_an_update_that_does_not_commit_leaves_the_image(gpu: None) -> None:
+def test_an_update_that_does_not_commit_leaves_the_snapshot(gpu: None) -> None:
     """NaN is found when all is sent, and before engines write the first byte."""
-    (engine,), tensors = imaged(), toy.checkpoint(0)
+    (engine,), tensors = with_snapshots(), toy.checkpoint(0)
     kept, bad = KEPT.connection_to(engine).base, step(tensors, 3)
     bad["attn.q.weight"][0, 0] = torch.nan
     with pytest.raises(EngineError, match="NaN"):
@@ -102,10 +102,10 @@ def test_an_update_that_does_not_commit_leaves_the_image(gpu: None) -> None:
     assert sent(engine, step(tensors, 4), 4) < 0.1
 
 
-def test_an_image_that_the_gpu_has_no_room_for_fails_no_update(
+def test_a_snapshot_that_the_gpu_has_no_room_for_fails_no_update(
     gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (engine,), tensors = imaged(), toy.checkpoint(0)
+    (engine,), tensors = with_snapshots(), toy.checkpoint(0)
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -114,6 +114,6 @@ def test_an_image_that_the_gpu_has_no_room_for_fails_no_update(
         patch.setattr(Changes, "commit", full)
         sent(engine, step(tensors, 1), 1)
     assert KEPT.connection_to(engine).base is None
-    assert "--fp8rl-image-bytes" in caplog.text
+    assert "--fp8rl-snapshot-bytes" in caplog.text
     parts = [sent(engine, step(tensors, version), version) for version in (2, 3)]
     assert parts[0] >= 1 and parts[1] < 0.1

@@ -16,7 +16,7 @@ from sgl_fp8rl.receiver.relay.memory import RelayMemory
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, hang_up, remote_engine, step
+from tests.trainer_bridge.test_far_engine import SNAPSHOT_BYTES, hang_up, remote_engine, step
 from tests.trainer_bridge.test_packer import without_triton
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.session import transaction
@@ -64,7 +64,7 @@ class Way(NamedTuple):
     """How weights get to an engine."""
 
     bucket_bytes: int
-    image_bytes: int = 0
+    snapshot_bytes: int = 0
     is_far: bool = True
     install: Callable[[Patch], None] = lambda patch: None
     network: str = "tcp"
@@ -73,8 +73,8 @@ class Way(NamedTuple):
     def engine(self, tp: int) -> FakeEngine:
         if not self.is_far:
             return engine_of(tp, self.bucket_bytes)
-        engine = remote_engine(tp, self.bucket_bytes, self.image_bytes)
-        engine.memories = RelayMemory(self.bucket_bytes, self.image_bytes, network=self.network)
+        engine = remote_engine(tp, self.bucket_bytes, self.snapshot_bytes)
+        engine.memories = RelayMemory(self.bucket_bytes, self.snapshot_bytes, network=self.network)
         return engine
 
 
@@ -84,12 +84,12 @@ WAYS = {
     "host, one slot": Way(SMALL, is_far=False, install=with_one_slot),
     "tcp": Way(LARGE),
     "tcp, several chunks": Way(SMALL),
-    "tcp, changes": Way(SMALL, IMAGE_BYTES),
+    "tcp, changes": Way(SMALL, SNAPSHOT_BYTES),
     "gpu, tcp": Way(SMALL, install=on_gpu, packer=QuantizePacker),
-    "gpu, changes": Way(SMALL, IMAGE_BYTES, install=on_gpu, packer=QuantizePacker),
+    "gpu, changes": Way(SMALL, SNAPSHOT_BYTES, install=on_gpu, packer=QuantizePacker),
     "nixl": Way(LARGE, network="nixl"),
     "nixl, several chunks": Way(SMALL, network="nixl"),
-    "nixl, changes": Way(SMALL, IMAGE_BYTES, network="nixl"),
+    "nixl, changes": Way(SMALL, SNAPSHOT_BYTES, network="nixl"),
 }
 
 
@@ -226,7 +226,7 @@ def test_every_update_leaves_the_oracles_bytes(
         assert result.bytes == sent_bytes(tensors, source, way)
     if way.is_far:
         part = result.network_bytes / result.bytes
-        sends_changes = way.image_bytes and source_name in ("mapping", "FP32", "stream")
+        sends_changes = way.snapshot_bytes and source_name in ("mapping", "FP32", "stream")
         assert part < 0.1 if sends_changes else part >= 1
     assert bool(tried) != way.is_far, "ranks of another host have no sockets here"
     sender = KEPT.connection_to(engine).sender

@@ -28,8 +28,8 @@ from tests.trainer_bridge import ranks
 from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_far_engine import (
-    IMAGE_BYTES,
     SMALL,
+    SNAPSHOT_BYTES,
     failing_in_chunk,
     remote_engine,
     step,
@@ -63,8 +63,8 @@ GIVE_UP_S = 5.0
 """In the place of 240 s that the first rank waits for what another one sent."""
 
 
-def remote(tp: int, image_bytes: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
-    return remote_engine(tp, BUCKET, image_bytes, kind)
+def remote(tp: int, snapshot_bytes: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
+    return remote_engine(tp, BUCKET, snapshot_bytes, kind)
 
 
 def sent_by(patch: pytest.MonkeyPatch) -> list[int]:
@@ -215,10 +215,10 @@ def each_way(rank: int, folder: Path, engines: list[str]) -> None:
 def test_ranks_send_chunks_in_turn(tmp_path: Path) -> None:
     """Were a chunk not sent, the vote would miss it; were the memory of one rank's chunk given to
     another's, the bytes would not be the oracle's."""
-    plain, changed = [remote(1), remote(2)], [remote(2, IMAGE_BYTES) for _ in range(2)]
+    plain, changed = [remote(1), remote(2)], [remote(2, SNAPSHOT_BYTES) for _ in range(2)]
     failing = [remote(tp, kind=Watched) for tp in (2, 1, 2)]
     lost, alone, own = [remote(1), remote(2)], remote(1), remote(1)
-    sound = [remote(1, IMAGE_BYTES), remote(2, IMAGE_BYTES)]
+    sound = [remote(1, SNAPSHOT_BYTES), remote(2, SNAPSHOT_BYTES)]
     both = [engine_of(1, SMALL), remote(2)]
     engines = [*plain, changed[0], *failing[:2], *lost, alone, own, *sound]
     with served([*engines, changed[1], failing[2], *both]) as addresses:
@@ -243,7 +243,7 @@ def check_healed(engines: list[FakeEngine]) -> None:
 class Recorder:
     """Stands for ``RelayClient``: keeps what each rank sends."""
 
-    network_bytes, image = 0, None
+    network_bytes, snapshot = 0, None
     sent: ClassVar[dict[int, bytes]] = {}
 
     def __init__(self, *_: object) -> None:

@@ -20,7 +20,7 @@ from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.served import left
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, remote_engine, step
+from tests.trainer_bridge.test_far_engine import SMALL, SNAPSHOT_BYTES, remote_engine, step
 from tests.trainer_bridge.test_transaction import serves, states
 from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge.engines.engine_client import EngineError
@@ -126,9 +126,9 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     network.close()
 
 
-def engines_on(network: Network, image_bytes: int = 0) -> tuple[FakeEngine, Behind]:
+def engines_on(network: Network, snapshot_bytes: int = 0) -> tuple[FakeEngine, Behind]:
     """A local and a remote one, which serve version 0."""
-    remote = Behind(remote_engine(2, SMALL, image_bytes).ranks, SMALL, image_bytes)
+    remote = Behind(remote_engine(2, SMALL, snapshot_bytes).ranks, SMALL, snapshot_bytes)
     remote.place, remote.network = remote_engine().place, network
     engines = engine_of(1, SMALL), remote
     update(toy.checkpoint(0), engines, version=0)
@@ -189,7 +189,7 @@ def test_it_stalls(where: Any, require: int | None, why: str, found: str, networ
     """The local engine does not wait longer than a step may take, and is dealt with as ``require``
     says; the remote one has heard nothing and is quarantined."""
     is_change = where is in_a_change
-    engines = engines_on(network, IMAGE_BYTES if is_change else 0)
+    engines = engines_on(network, SNAPSHOT_BYTES if is_change else 0)
     tensors = step(toy.checkpoint(0), 1, part=0.01) if is_change else toy.checkpoint(1)
     with pytest.MonkeyPatch.context() as patch:
         where(patch, network)

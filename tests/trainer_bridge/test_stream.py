@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sgl_fp8rl.protocol.image import Steps
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.snapshot import Steps
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine

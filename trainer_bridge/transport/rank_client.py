@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from sgl_fp8rl.protocol import framing
-from sgl_fp8rl.protocol.image import Change
+from sgl_fp8rl.protocol.snapshot import Change
 from sgl_fp8rl.protocol.values import are_names
 from trainer_bridge.engines.engine_client import EngineError, check_fields, sentence_of
 
@@ -31,7 +31,7 @@ class Content(NamedTuple):
     data: torch.Tensor
     """uint8: what it holds, in host memory; on a GPU where only ``change`` is sent."""
     before: str = ""
-    """The image that ``change`` is of."""
+    """The snapshot that ``change`` is of."""
     change: Change | None = None
 
 
@@ -52,12 +52,12 @@ class EngineRanks(ABC):
     def __init__(self, timeout_s: float) -> None:
         self.known: set[str] = set()
         """Names of the shared memory that every rank has open."""
-        self.image: str | None = None
-        """The name of the image that is kept of the last update, on another host; None where none
-        is kept."""
-        self.image_bytes = 0
-        """How large an image may be."""
-        self.next_image = ""
+        self.snapshot: str | None = None
+        """The name of the snapshot that is kept of the last update, on another host; None where
+        none is kept."""
+        self.snapshot_bytes = 0
+        """How large a snapshot may be."""
+        self.next_snapshot = ""
         """What it is called after this update."""
         self.network_bytes = 0
         """Bytes of chunks that were sent over a network."""

@@ -79,10 +79,10 @@ class RelayClient(EngineRanks):
         try:
             framing.send(relay, {"token": token})
             hello: Any = receive(relay)
-            known, image = hello.get("known"), hello.get("image")
-            most = hello.get("image_bytes", 0)
-            sound = {"known": are_names(known), "image": isinstance(image, str | None)}
-            sound["image_bytes"] = type(most) is int
+            known, snapshot = hello.get("known"), hello.get("snapshot")
+            most = hello.get("snapshot_bytes", 0)
+            sound = {"known": are_names(known), "snapshot": isinstance(snapshot, str | None)}
+            sound["snapshot_bytes"] = type(most) is int
             check_fields("the engine's relay", hello, sound)
         except OSError as error:
             self.close()
@@ -90,7 +90,7 @@ class RelayClient(EngineRanks):
         except EngineError:
             self.close()
             raise
-        self.known, self.image, self.image_bytes = set(known), image, most
+        self.known, self.snapshot, self.snapshot_bytes = set(known), snapshot, most
         self._writer: Writer | None = None
         self._find_writer(hello)
         self._parcels: SimpleQueue[Parcel | None] = SimpleQueue()
@@ -103,7 +103,7 @@ class RelayClient(EngineRanks):
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if message["op"] == "commit":
-            message = {**message, "image": self.next_image}
+            message = {**message, "snapshot": self.next_snapshot}
         self._parcels.put((message, None, None))  # the relay opens memory of its own
 
     def send_chunk(self, message: dict[str, Any], content: Content | None) -> None:
@@ -111,7 +111,7 @@ class RelayClient(EngineRanks):
         offset, data, before, change = content
         message = {**message, "offset": offset, "bytes": data.numel()}
         writer = self._writer
-        if before and before == self.image and change is not None:
+        if before and before == self.snapshot and change is not None:
             data, writer = change.payload, None
             message["change"] = data.numel()
         if writer is not None:

@@ -12,9 +12,9 @@ import torch
 from sgl_fp8rl.formats import by_tensor
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, DeviceMemory, gpu_uuid
-from sgl_fp8rl.protocol.image import Steps
 from sgl_fp8rl.protocol.manifest import SLOTS
 from sgl_fp8rl.protocol.place import HostMemory
+from sgl_fp8rl.protocol.snapshot import Steps
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.transfer.packer import Packer
 from trainer_bridge.transfer.transfer_plan import TransferPlan
@@ -262,7 +262,7 @@ class Chunks:
                 self._send(*ready)
 
     def _ready(self, message: Message) -> Steps[tuple[Message, Content | None]]:
-        chunk, held = message["index"], [ranks.image for ranks in self._engines.ranks]
+        chunk, held = message["index"], [ranks.snapshot for ranks in self._engines.ranks]
         return message, (yield from self._content(chunk, self._filled(chunk), held))
 
     def _send(self, message: Message, content: Content | None) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from sgl_fp8rl.formats import by_tensor
 from sgl_fp8rl.formats.weight_format import WeightFormat
-from sgl_fp8rl.protocol.image import Change, Image, Steps
 from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS
+from sgl_fp8rl.protocol.snapshot import Change, Snapshot, Steps
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.transport.rank_client import Content, EngineRanks
 from trainer_bridge.ways.carriers import Carrier
@@ -36,7 +36,7 @@ class Base:
 
     fingerprint: str
     """Of its manifest."""
-    image: Image
+    snapshot: Snapshot
     has_failed: bool = False
     """Whether the last update of an engine that holds it failed: after a second one the next is
     whole."""
@@ -56,11 +56,11 @@ class Changes:
         base: what they are of; None where chunks travel whole.
     """
 
-    def __init__(self, base: Image | None, name: str | None = None) -> None:
+    def __init__(self, base: Snapshot | None, name: str | None = None) -> None:
         self.before = "" if base is None else base.name
         """The name of the base; empty where chunks travel whole."""
         self.name = name or secrets.token_hex(16)
-        self._image = base or Image("", {})
+        self._snapshot = base or Snapshot("", {})
         self._changes: dict[int, Change] = {}
         self._device = torch.device("cpu")
 
@@ -72,12 +72,12 @@ class Changes:
                 it is needed later than after two steps.
         """
         self._device = content.device
-        change = self._changes[chunk] = yield from self._image.changing(chunk, content)
+        change = self._changes[chunk] = yield from self._snapshot.changing(chunk, content)
         return change
 
-    def commit(self) -> Image:
+    def commit(self) -> Snapshot:
         """What engines hold from now on."""
-        return self._image.advance(self._changes, self.name, self._device)
+        return self._snapshot.advance(self._changes, self.name, self._device)
 
 
 def as_sent(
@@ -98,7 +98,7 @@ class Bases:
     """What a rank that does not lead sent in updates before, by the names of the bases."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Image] = OrderedDict()
+        self._kept: OrderedDict[str, Snapshot] = OrderedDict()
 
     def changes(self, before: str, name: str) -> Changes | None:
         """The changes of an update to a base, which make another one; None where engines keep
@@ -106,7 +106,7 @@ class Bases:
         if not name:
             self.forget()
             return None
-        return Changes(self._kept.get(before) or Image(before, {}), name)
+        return Changes(self._kept.get(before) or Snapshot(before, {}), name)
 
     def keep(self, changes: Changes) -> None:
         """The update has committed."""
@@ -151,22 +151,24 @@ class TCP(Carrier):
         self._changes, self._keeping = None, []
         self._fingerprint, bases, held = plan.manifest.fingerprint, [], []
         for holder, ranks in engines:
-            if ranks.image is None or not _can_change(plan, ranks.image_bytes):
+            if ranks.snapshot is None or not _can_change(plan, ranks.snapshot_bytes):
                 holder.base = None
                 continue
-            held.append(ranks.image)
+            held.append(ranks.snapshot)
             self._keeping.append(holder)
             if holder.base is not None and holder.base.fingerprint == self._fingerprint:
                 bases.append(holder.base)
         if not self._keeping:
             return
-        found = (each.image for each in bases if each.image.name and each.image.name in held)
+        found = (
+            each.snapshot for each in bases if each.snapshot.name and each.snapshot.name in held
+        )
         self._changes = Changes(next(found, None))
         for _, ranks in engines:
-            ranks.next_image = self._changes.name
+            ranks.next_snapshot = self._changes.name
         if not self._changes.before:
             for base in bases:
-                base.image.empty()  # its memory goes before that of the next one comes
+                base.snapshot.empty()  # its memory goes before that of the next one comes
             for holder in self._keeping:
                 holder.base = None
 
@@ -187,7 +189,7 @@ class TCP(Carrier):
         except (RuntimeError, MemoryError):  # the engines have committed all the same
             logger.exception(
                 "what was sent is not kept, so the next update is sent whole; leave memory for "
-                "it on the trainer's side, or start the engines without --fp8rl-image-bytes"
+                "it on the trainer's side, or start the engines without --fp8rl-snapshot-bytes"
             )
         for holder in self._keeping:
             holder.base = base

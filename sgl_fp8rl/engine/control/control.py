@@ -53,7 +53,7 @@ class Control:
         self._ended: dict[str, Any] | None = None
         self._described: dict[str, Any] = {}
         self._memories = RelayMemory(
-            self.options.bucket_bytes, self.options.image_bytes, self.options.network
+            self.options.bucket_bytes, self.options.snapshot_bytes, self.options.network
         )
         tokenizer_manager.fp8rl_control = self  # for hooks (memory_release.py)
 

@@ -26,7 +26,7 @@ Counted = tuple[list[Any] | None, torch.Tensor, torch.Tensor | None]
 
 def of_rank(kv: QuantizedKV) -> Counted:
     """What this rank has counted since its scales were set. Decode continues meanwhile."""
-    in_force, counted = kv.snapshot()
+    in_force, counted = kv.read()
     measured = None if kv.errors is None else on_host(kv.errors)
     return None if in_force is None else in_force.tolist(), counted, measured
 
@@ -36,7 +36,7 @@ def clipped_share(kv: QuantizedKV) -> float:
     scales of the version that is served; 0 while these wait to be measured."""
     if kv.is_pending:
         return 0.0
-    _, counted_LC = kv.snapshot()
+    _, counted_LC = kv.read()
     elements_L = (counted_LC[:, 0] * torch.tensor(kv.elements)).clamp(min=1)
     return float((counted_LC[:, 1:3].amax(1) / elements_L).max())
 

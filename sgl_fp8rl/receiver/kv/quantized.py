@@ -83,7 +83,7 @@ class QuantizedKV(nn.Module):
         """Follow new weights, and the scales that came with them, checked; the cache is empty."""
         raise NotImplementedError
 
-    def snapshot(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def read(self) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Scales of layers, if there are any, and statistics, on the host, without waiting for the
         device's other work."""
         raise NotImplementedError

@@ -137,7 +137,7 @@ class KVScales(QuantizedKV):
         self.check(scales)
         self.write(scales)
 
-    def snapshot(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales and statistics on the host, without waiting for the device's other work but the
         measurement of these scales."""
         return on_host(self.scales, self._measured), on_host(self.statistics, self._measured)

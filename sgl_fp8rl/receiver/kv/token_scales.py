@@ -38,7 +38,7 @@ class TokenScales(QuantizedKV):
         assert incoming_L2H is None
         self.statistics.zero_()
 
-    def snapshot(self) -> tuple[None, torch.Tensor]:
+    def read(self) -> tuple[None, torch.Tensor]:
         return None, on_host(self.statistics)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_fp8rl.protocol.image import Change
+from sgl_fp8rl.protocol.snapshot import Change
 from sgl_fp8rl.protocol.values import excerpt
 
 

@@ -11,13 +11,13 @@ class RelayMemory:
 
     Args:
         most_bytes: of a bucket.
-        most_image_bytes: of an update that may be sent as changes, and of the changes; 0 for none.
+        most_snapshot_bytes: of an update that may be sent as changes, and of these; 0 for none.
         network: by what chunks come, see ``Fp8RLServerArgs``.
     """
 
-    def __init__(self, most_bytes: int, most_image_bytes: int = 0, network: str = "tcp") -> None:
+    def __init__(self, most_bytes: int, most_snapshot_bytes: int = 0, network: str = "tcp") -> None:
         self._network = network
-        self.most_bytes, self.most_image_bytes = most_bytes, most_image_bytes
+        self.most_bytes, self.most_snapshot_bytes = most_bytes, most_snapshot_bytes
         self.by_name: WeakValueDictionary[str, HostMemory] = WeakValueDictionary()
         """The buckets, each as long as a relay uses it."""
         self.exposed: WeakKeyDictionary[HostMemory, Exposed] = WeakKeyDictionary()

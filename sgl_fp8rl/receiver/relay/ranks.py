@@ -36,16 +36,16 @@ class RelayRanks:
             the names of the memory that each has open, and of the updates that they hold.
         """
         known: list[set[str]] = []
-        images: set[str] = set()
+        snapshots: set[str] = set()
         for path in paths:
             rank = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             rank.connect(path)
             framing.send(rank, {"token": token})
             reply, _ = framing.receive(rank)
             known.append(set(reply.get("known", ())))
-            images.add(reply.get("image", ""))
+            snapshots.add(reply.get("snapshot", ""))
             self._sockets.append(rank)
-        return known, images
+        return known, snapshots
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message that has no answer."""

@@ -57,7 +57,7 @@ class Relay:
         self._senders: list[socket.socket] | None = None
         """Other ranks of the trainer, which send chunks; None unless the engine's ranks answer."""
         self._sending = Lock()
-        self._changes = SessionChanges(memories.most_image_bytes)
+        self._changes = SessionChanges(memories.most_snapshot_bytes)
         self._told: dict[str, Any] = {}
         """What the trainer is told: the update that all ranks hold, and how large one may be."""
         self._writing = 0
@@ -135,13 +135,13 @@ class Relay:
     def _connect(self, stack: ExitStack, sockets: list[str], token: str) -> list[str]:
         """Connect to every rank; the names of what all of them and this process have open."""
         kept = dict(self._memories.by_name.items())  # none of them goes meanwhile
-        known, images = self._ranks.connect(stack, sockets, token)
+        known, snapshots = self._ranks.connect(stack, sockets, token)
         common = set(kept).intersection(*known)
         for name in common:
             self._memory = kept[name]
-        if most := self._memories.most_image_bytes:
-            image = images.pop() if len(images) == 1 else ""
-            self._told = {"image": image, "image_bytes": most}
+        if most := self._memories.most_snapshot_bytes:
+            snapshot = snapshots.pop() if len(snapshots) == 1 else ""
+            self._told = {"snapshot": snapshot, "snapshot_bytes": most}
         return sorted(common)
 
     def _serve_sender(self, peer: socket.socket) -> None:
@@ -201,7 +201,7 @@ class Relay:
         elif op == "commit":
             self._door.shut()
             if not self._told:
-                message.pop("image", None)
+                message.pop("snapshot", None)
         if op == "wait":  # without a reply
             self._ranks.tell(message)
         else:

@@ -117,7 +117,7 @@ def test_what_is_no_scale_is_refused() -> None:
 def test_a_file_round_trips(tmp_path: Path) -> None:
     one, other = (KVScales(3, Heads(4, 0, 4), "engine", CPU) for _ in "ab")
     one.write(random_scales())
-    in_force, _ = one.snapshot()
+    in_force, _ = one.read()
     path = tmp_path / "scales.json"
     path.write_text(json.dumps({"scheme": "engine", "scales": in_force.tolist()}))
     other.recalibrate()

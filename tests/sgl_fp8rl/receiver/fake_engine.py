@@ -25,7 +25,7 @@ class FakeEngine:
     """Ranks of one engine, with the control messages that an update needs."""
 
     def __init__(
-        self, ranks: list[EngineWeights], bucket_bytes: int = 1 << 20, image_bytes: int = 0
+        self, ranks: list[EngineWeights], bucket_bytes: int = 1 << 20, snapshot_bytes: int = 0
     ) -> None:
         self.ranks, self.bucket_bytes = ranks, bucket_bytes
         self.silence_s = 30.0
@@ -33,7 +33,7 @@ class FakeEngine:
         self._set_options()
         self.place = here()
         self.visible_gpus: list[str] = []
-        self.memories = RelayMemory(bucket_bytes, image_bytes)
+        self.memories = RelayMemory(bucket_bytes, snapshot_bytes)
         self.relays: list[Relay] = []
         self.tied: list[int] | None = None
         """Shape of the embedding, where the model is tied."""

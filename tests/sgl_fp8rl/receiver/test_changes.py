@@ -56,7 +56,7 @@ def rank(request: pytest.FixtureRequest) -> Rank:
 def commit(weights: EngineWeights, sent: toy.Tensors) -> None:
     session = toy.begin(weights, sent, 0, SMALL)
     toy.write(session, sent)
-    session.image = BASE
+    session.snapshot = BASE
     session.finish()
     weights.commit()
 
@@ -115,7 +115,7 @@ def test_changes_leave_the_bytes_of_a_full_update(rank: Rank) -> None:
         session = toy.begin(rank.weights, codes(version), version, SMALL)
         assert session.base == BASE
         change(session, codes(version - 1), codes(version))
-        session.image = BASE
+        session.snapshot = BASE
         session.finish()
         rank.weights.commit()
         assert rank.holds(stepped(version))
@@ -281,7 +281,7 @@ def test_scales_of_a_kv_cache_change_too(
     for version in (1, 2):
         session = toy.begin(weights, sent(version), version, SMALL)
         change(session, sent(version - 1), sent(version))
-        session.image = BASE
+        session.snapshot = BASE
         session.finish()
         weights.commit()
         kv = with_kv.kv_of(weights)

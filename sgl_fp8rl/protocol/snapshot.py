@@ -1,8 +1,8 @@
 """What a trainer's last update was: only changed bytes travel over a slow link.
 
-A delta is exact, whatever the format of the weights is. The trainer keeps an image of what it sent;
-engines have it in what they store, wherever that lies. At the learning rates of RL some 0.1% to
-0.3% of FP8 codes change in a step, and each takes 3 bytes.
+A delta is exact, whatever the format of the weights is. The trainer keeps a snapshot of what it
+sent; engines have it in what they store, wherever that lies. At the learning rates of RL some 0.1%
+to 0.3% of FP8 codes change in a step, and each takes 3 bytes.
 """
 
 import logging
@@ -28,7 +28,7 @@ class Change(NamedTuple):
     is_delta: bool
 
 
-class Image:
+class Snapshot:
     """The chunks of a committed update, each uint8, on the device that they were compared on.
 
     Args:
@@ -65,10 +65,10 @@ class Image:
         changes: Mapping[int, Change],
         name: str,
         device: torch.device | str = "cpu",
-    ) -> "Image":
-        """The image of the update with these changes, which holds the chunks that they name and no
-        others: what somebody else sends meanwhile is not known. This one gives its chunks away and
-        is empty: whoever still holds it is refused, also where the changes are interrupted.
+    ) -> "Snapshot":
+        """The snapshot of the update with these changes: the chunks that they name and no others,
+        for what somebody else sends meanwhile is not known. This one gives its chunks away and is
+        empty: whoever still holds it is refused, also where the changes are interrupted.
 
         Args:
             device: where its chunks lie.
@@ -84,7 +84,7 @@ class Image:
             elif kept is not None:
                 _apply(kept, change.payload)
                 chunks[chunk] = kept
-        return Image(name, chunks)
+        return Snapshot(name, chunks)
 
     def empty(self) -> None:
         """Give up its memory and its name, whoever still holds it."""

@@ -1,12 +1,12 @@
-"""Images: what changes of them, and the one that follows."""
+"""Snapshots: what changes of them, and the one that follows."""
 
 import torch
 
-from sgl_fp8rl.protocol.image import Change, Image
+from sgl_fp8rl.protocol.snapshot import Change, Snapshot
 
 
-def change_to(image: Image, chunk: int, content: torch.Tensor) -> Change:
-    steps = image.changing(chunk, content)
+def change_to(snapshot: Snapshot, chunk: int, content: torch.Tensor) -> Change:
+    steps = snapshot.changing(chunk, content)
     while True:
         try:
             next(steps)
@@ -15,9 +15,9 @@ def change_to(image: Image, chunk: int, content: torch.Tensor) -> Change:
             return change
 
 
-def test_an_image_goes_on_by_changes_and_whole_chunks() -> None:
+def test_a_snapshot_goes_on_by_changes_and_whole_chunks() -> None:
     chunks = {n: torch.full((4096,), n, dtype=torch.uint8) for n in range(3)}
-    kept = Image("first", {n: chunk.clone() for n, chunk in chunks.items()})
+    kept = Snapshot("first", {n: chunk.clone() for n, chunk in chunks.items()})
     chunks[0][5] = 9
     chunks[1] = torch.arange(5000).to(torch.uint8)  # of another size
     changes = {n: change_to(kept, n, chunk) for n, chunk in chunks.items()}
@@ -31,11 +31,13 @@ def test_an_image_goes_on_by_changes_and_whole_chunks() -> None:
     assert all(torch.equal(kept._chunks[n], chunk) for n, chunk in chunks.items())
 
 
-def test_an_image_holds_what_its_update_brought() -> None:
+def test_a_snapshot_holds_what_its_update_brought() -> None:
     """A chunk that another rank sent this time must not be the base of a later delta here."""
     first = {chunk: torch.full((64,), chunk, dtype=torch.uint8) for chunk in range(2)}
-    image = Image("1", {}).advance({c: Change(v, is_delta=False) for c, v in first.items()}, "1")
-    change = change_to(image, 0, torch.full((64,), 9, dtype=torch.uint8))
-    later = image.advance({0: change}, "2")
+    snapshot = Snapshot("1", {}).advance(
+        {c: Change(v, is_delta=False) for c, v in first.items()}, "1"
+    )
+    change = change_to(snapshot, 0, torch.full((64,), 9, dtype=torch.uint8))
+    later = snapshot.advance({0: change}, "2")
     assert not change_to(later, 1, first[1]).is_delta, "whole, since nothing is known of it"
     assert change_to(later, 0, torch.full((64,), 9, dtype=torch.uint8)).is_delta
