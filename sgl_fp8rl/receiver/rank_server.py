@@ -47,7 +47,7 @@ class Outcome:
     """Whether the engine can no longer serve the version before, as it is."""
     voted: bool = False
     """Whether everything was written when the trainer was lost: it may have committed elsewhere."""
-    goes_back: bool = False
+    can_roll_back: bool = False
     """Whether all that was written can be undone, and nobody needs it."""
 
 
@@ -59,7 +59,7 @@ def committed(outcomes: Sequence[Outcome]) -> bool:
     return any(o.committed for o in outcomes) and all(o.committed or o.voted for o in outcomes)
 
 
-def heard_at(path: str) -> float:
+def last_activity(path: str) -> float:
     """When the trainer last sent a message to a rank's socket, as ``time.time``; 0 where it is
     closed. Other processes can read it; the rank's main thread is busy with the trainer.
     """
@@ -85,7 +85,7 @@ class RankSocket:
             raise
 
     def heard(self) -> None:
-        """Note that the trainer has sent a message, for ``heard_at``."""
+        """Note that the trainer has sent a message, for ``last_activity``."""
         with suppress(OSError):  # something cleaned the temporary folder; /health fails later
             os.utime(self.path)
 
@@ -145,12 +145,12 @@ def _holds(peer: socket.socket, token: str) -> bool:
 
 
 def serve(
-    rank_socket: RankSocket, session: Session, token: str, silence_s: float, is_one_of: int = 1
+    rank_socket: RankSocket, session: Session, token: str, silence_s: float, num_engines: int = 1
 ) -> tuple[Outcome, socket.socket | None]:
     """Serve one session until it is ready to commit, is aborted, or its trainer is gone.
 
     Args:
-        is_one_of: how many engines the trainer updates together. If there are others, a rank that
+        num_engines: how many engines the trainer updates together. If there are others, a rank that
             does not learn their outcome does not go back to the version before.
 
     Returns:
@@ -184,7 +184,7 @@ def serve(
                 reason = _clean(reason) if isinstance(reason, str) else "aborted"
                 if message.get("fence") is True:
                     return Outcome(False, reason, True), peer
-                return Outcome(False, reason, session.dirty, goes_back=session.can_undo), peer
+                return Outcome(False, reason, session.dirty, can_roll_back=session.can_undo), peer
     except TimeoutError:
         reason = f"the trainer was silent for {silence_s:.0f} s" if peer else "no trainer connected"
     except ConnectionError as error:
@@ -198,16 +198,16 @@ def serve(
         # now, not after the ranks agreed: the others wait until the trainer knows
         reply(peer, {"error": reason, **retry})
         # the trainer cannot say any more whether others go on; it tries again where memory fails
-        if is_one_of > 1 and not retry:
+        if num_engines > 1 and not retry:
             return Outcome(False, reason, True), None
-        return Outcome(False, reason, session.dirty, goes_back=session.can_undo), None
+        return Outcome(False, reason, session.dirty, can_roll_back=session.can_undo), None
     if peer is None:  # nobody came: nothing was sent to this rank
         return Outcome(False, reason, session.dirty), None
     peer.close()
-    if is_one_of > 1 or session.finished:
-        dirty = session.dirty or is_one_of > 1
+    if num_engines > 1 or session.finished:
+        dirty = session.dirty or num_engines > 1
         return Outcome(False, reason, dirty, session.finished), None
-    return Outcome(False, reason, session.dirty, goes_back=session.can_undo), None
+    return Outcome(False, reason, session.dirty, can_roll_back=session.can_undo), None
 
 
 def _name(snapshot: Any) -> str:

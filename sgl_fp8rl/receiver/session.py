@@ -38,7 +38,7 @@ class Session:
         """The update that is stored, of which changes may come; empty if of none."""
         self.snapshot = ""
         """What its trainer calls this update, once it commits."""
-        self._goes_back: UndoLog = []
+        self._undo_log: UndoLog = []
         self._is_whole = False
         """Whether a chunk came that was no change."""
         self._written: set[int] = set()
@@ -103,7 +103,7 @@ class Session:
         slot = self.weights.memory.bucket_for(manifest).slot(index, manifest)
         if type(size) is not int or not 0 <= size <= slot.content.numel():
             raise SessionError(f"a change of {excerpt(size)} bytes is more than its chunk")
-        self.writer.change(index, slot.content[:size], None if self._is_whole else self._goes_back)
+        self.writer.change(index, slot.content[:size], None if self._is_whole else self._undo_log)
         self._written.add(index)
 
     def undo(self) -> None:
@@ -115,10 +115,10 @@ class Session:
         """
         self.writer.check_complete()
         self.writer.begin()
-        while self._goes_back:
-            index, back = self._goes_back[-1]
+        while self._undo_log:
+            index, back = self._undo_log[-1]
             self.writer.change(index, back, log=None)
-            self._goes_back.pop()
+            self._undo_log.pop()
         self.writer.table.fill_constants()
         self.weights.derived.refresh()
         self.weights.check_addresses()
@@ -126,7 +126,7 @@ class Session:
 
     def forget_changes(self) -> None:
         """Free what ``undo`` needs: it will not be called."""
-        self._goes_back.clear()
+        self._undo_log.clear()
 
     def _check_awaited(self, index: Any) -> None:
         known = type(index) is int and 0 <= index < len(self.writer.chunks)

@@ -66,8 +66,8 @@ def run(host: EngineHost, weights: EngineWeights, message: dict[str, Any]) -> Re
         host.tell({"sockets": [rank.path for rank in ranks]})
         silence_s = weights.options.session_timeout_s
         engines = message.get("engines")
-        is_one_of = engines if type(engines) is int else 1
-        outcome, peer = serve(rank_socket, session, message["token"], silence_s, is_one_of)
+        num_engines = engines if type(engines) is int else 1
+        outcome, peer = serve(rank_socket, session, message["token"], silence_s, num_engines)
     finally:
         rank_socket.close()
     return _end(host, weights, transaction, outcome, peer)
@@ -239,7 +239,7 @@ def _end(
 
 def _undone(host: EngineHost, weights: EngineWeights, outcomes: list[Outcome]) -> bool:
     """Go back to the version before on every rank, if each can."""
-    if not all(o.goes_back or not o.dirty for o in outcomes):
+    if not all(o.can_roll_back or not o.dirty for o in outcomes):
         return False
     assert weights.session is not None
     _, error = attempted(weights.session.undo, "undoing an update")

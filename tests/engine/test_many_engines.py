@@ -49,7 +49,7 @@ def die(self, policy):
 if __name__ == "__main__":
     Participant.commit = die
     # one after the other, so that the first has committed
-    trainer_bridge.session.transaction.side_by_side = lambda calls: [call() for _, call in calls]
+    trainer_bridge.session.transaction.call_all = lambda calls: [call() for _, call in calls]
     checkpoint, *engines = sys.argv[1:]
     trainer_bridge.update(models.named_tensors(Path(checkpoint)), engines, version=0, run="dies")
 """

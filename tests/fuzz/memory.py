@@ -108,7 +108,7 @@ def decode_session(weights: EngineWeights, fingerprint: str, fd: int, data: byte
         outcome, peer = serve(listener, session, "token", 10.0)
         assert outcome.dirty == session.dirty
         assert not outcome.committed or (session.finished and peer is sock)
-        if outcome.goes_back:
+        if outcome.can_roll_back:
             session.undo()
     if not outcome.committed:
         # an error that no step documents

@@ -18,7 +18,13 @@ from tests.sgl_fp8rl.kv import test_updates as with_kv
 from tests.sgl_fp8rl.protocol.test_snapshot import change_to
 from tests.sgl_fp8rl.receiver import test_changes, toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.test_far_engine import SMALL, SNAPSHOT_BYTES, holds, remote_engine, step
+from tests.trainer_bridge.test_remote_engine import (
+    SMALL,
+    SNAPSHOT_BYTES,
+    holds,
+    remote_engine,
+    step,
+)
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import update

@@ -9,7 +9,7 @@ from sgl_fp8rl.protocol.states import ABORT, FINISH
 from sgl_fp8rl.receiver import rank_server
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.test_far_engine import remote_engine
+from tests.trainer_bridge.test_remote_engine import remote_engine
 from tests.trainer_bridge.test_transaction import serves
 from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge.engines.engine_client import EngineError

@@ -20,8 +20,8 @@ from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge import ranks
-from tests.trainer_bridge.test_far_engine import interrupted, step
 from tests.trainer_bridge.test_fsdp import failure, toy_trainer
+from tests.trainer_bridge.test_remote_engine import interrupted, step
 from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge import update
 from trainer_bridge.chain import ChainError, ChainFollower, ChainPublisher, files, follow

@@ -19,8 +19,8 @@ from trainer_bridge.engines import http_requests
 from trainer_bridge.engines.engine_client import (
     EngineError,
     InProcessEngine,
+    call_all,
     connect,
-    side_by_side,
 )
 
 
@@ -268,7 +268,7 @@ def test_an_engine_of_this_process_waits_for_no_other(engine: Engine) -> None:
     called = threading.Event()
     others = [(connect("http://127.0.0.1:1"), lambda: called.wait(10))] * 2
     here: Any = (connect(engine), called.set)
-    assert side_by_side([*others, here]) == [True, True, None]
+    assert call_all([*others, here]) == [True, True, None]
 
 
 @pytest.mark.parametrize(

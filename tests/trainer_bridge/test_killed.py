@@ -113,7 +113,7 @@ def killed(rank: int, folder: Path, engines: list[str], lost: int, die: Die, err
         patch.setattr(collective, "WAIT_S", GIVE_UP_S)
         if rank == lost:
             # one after the other, so that it is known which of them were told
-            patch.setattr(transaction, "side_by_side", lambda calls: [call() for _, call in calls])
+            patch.setattr(transaction, "call_all", lambda calls: [call() for _, call in calls])
             die(patch)
         with pytest.raises((EngineError, TimeoutError, RuntimeError), match=error):
             update(named[1], engines, version=1, run="killed")

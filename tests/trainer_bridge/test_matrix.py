@@ -16,8 +16,8 @@ from sgl_fp8rl.receiver.relay.memory import RelayMemory
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
-from tests.trainer_bridge.test_far_engine import SNAPSHOT_BYTES, hang_up, remote_engine, step
 from tests.trainer_bridge.test_packer import without_triton
+from tests.trainer_bridge.test_remote_engine import SNAPSHOT_BYTES, hang_up, remote_engine, step
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.session import transaction
 from trainer_bridge.session.kept import KEPT

@@ -12,12 +12,12 @@ from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge.chain.index import ChainError
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.rank_values import pack, unpack
-from trainer_bridge.session.transaction import Begun, MissedCommitError
+from trainer_bridge.session.transaction import BeginResult, MissedCommitError
 from trainer_bridge.shards.placed_shards import CodesWanted, PlacedShards
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 from trainer_bridge.updates import shared_sending
-from trainer_bridge.updates.shared_sending import Sent
+from trainer_bridge.updates.shared_sending import SendResult
 from trainer_bridge.updates.update import PolicyRequest
 
 POLICY = Policy("run", 3)
@@ -28,8 +28,8 @@ VALUES = [
     *([1, [2, (3, None)]], {"a": {1: (2,)}, 3: []}, {"x", "y"}, torch.Size([2, 3])),
     *(torch.bfloat16, POLICY, PolicyRequest(POLICY, "abort", False), CodesWanted(torch.half, (1,))),
     PlacedShards(here(), ((0, 4), None), {0: 0}, PLACEMENT),
-    Begun(POLICY, True, [LAYOUT], {"engine 1": "gone"}, [[True]], False, True, False),
-    (Sent(None, {"http://a": "late"}, 7), ({"host": "a", "port": 1}, "token", 2.0)),
+    BeginResult(POLICY, True, [LAYOUT], {"engine 1": "gone"}, [[True]], False, True, False),
+    (SendResult(None, {"http://a": "late"}, 7), ({"host": "a", "port": 1}, "token", 2.0)),
     shared_sending.Offer(2, {}, LAYOUT, "f", [], ("", "a")),
 ]
 

@@ -27,16 +27,16 @@ from tests.sgl_fp8rl.receiver.fake_gpu import FakeDeviceMemory
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.served import left, served
-from tests.trainer_bridge.test_far_engine import (
+from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
+from tests.trainer_bridge.test_killed import AFTER, Watched
+from tests.trainer_bridge.test_packer import without_triton
+from tests.trainer_bridge.test_remote_engine import (
     SMALL,
     SNAPSHOT_BYTES,
     failing_in_chunk,
     remote_engine,
     step,
 )
-from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
-from tests.trainer_bridge.test_killed import AFTER, Watched
-from tests.trainer_bridge.test_packer import without_triton
 from tests.trainer_bridge.test_sender import layout
 from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge import update
@@ -47,8 +47,8 @@ from trainer_bridge.transfer.packer import HostPacker
 from trainer_bridge.transfer.transfer_plan import TransferPlan
 from trainer_bridge.transport.relay_client import RelayClient
 from trainer_bridge.updates import shared_sending
-from trainer_bridge.updates.shared_sending import Offer, Part, Sent, is_on_all
-from trainer_bridge.ways import carriers, far
+from trainer_bridge.updates.shared_sending import Offer, Part, SendResult, is_on_all
+from trainer_bridge.ways import carriers, remote
 from trainer_bridge.ways.sender import Sender
 
 pytestmark = pytest.mark.timeout(180)
@@ -63,7 +63,7 @@ GIVE_UP_S = 5.0
 """In the place of 240 s that the first rank waits for what another one sent."""
 
 
-def remote(tp: int, snapshot_bytes: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
+def an_engine(tp: int, snapshot_bytes: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
     return remote_engine(tp, BUCKET, snapshot_bytes, kind)
 
 
@@ -190,7 +190,7 @@ def nan_of_another_rank(rank: int, engines: list[str]) -> None:
 
 def with_small_chunks(patch: pytest.MonkeyPatch) -> None:
     logging.disable(logging.CRITICAL)
-    patch.setattr(far, "LEAST_CHUNK_BYTES", CHUNK)
+    patch.setattr(remote, "LEAST_CHUNK_BYTES", CHUNK)
 
 
 def each_way(rank: int, folder: Path, engines: list[str]) -> None:
@@ -215,11 +215,11 @@ def each_way(rank: int, folder: Path, engines: list[str]) -> None:
 def test_ranks_send_chunks_in_turn(tmp_path: Path) -> None:
     """Were a chunk not sent, the vote would miss it; were the memory of one rank's chunk given to
     another's, the bytes would not be the oracle's."""
-    plain, changed = [remote(1), remote(2)], [remote(2, SNAPSHOT_BYTES) for _ in range(2)]
-    failing = [remote(tp, kind=Watched) for tp in (2, 1, 2)]
-    lost, alone, own = [remote(1), remote(2)], remote(1), remote(1)
-    sound = [remote(1, SNAPSHOT_BYTES), remote(2, SNAPSHOT_BYTES)]
-    both = [engine_of(1, SMALL), remote(2)]
+    plain, changed = [an_engine(1), an_engine(2)], [an_engine(2, SNAPSHOT_BYTES) for _ in range(2)]
+    failing = [an_engine(tp, kind=Watched) for tp in (2, 1, 2)]
+    lost, alone, own = [an_engine(1), an_engine(2)], an_engine(1), an_engine(1)
+    sound = [an_engine(1, SNAPSHOT_BYTES), an_engine(2, SNAPSHOT_BYTES)]
+    both = [engine_of(1, SMALL), an_engine(2)]
     engines = [*plain, changed[0], *failing[:2], *lost, alone, own, *sound]
     with served([*engines, changed[1], failing[2], *both]) as addresses:
         work = partial(each_way, engines=addresses)
@@ -284,14 +284,14 @@ def test_all_chunks_together_are_those_of_one_rank(
     monkeypatch.setattr(Recorder, "sent", {})
     scales = torch.rand(2, 2, 4)
     named = [*toy.checkpoint(0).items(), (KV_SCALES, scales)]
-    monkeypatch.setattr(far, "LEAST_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(remote, "LEAST_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(shared_sending, "gpu_of", lambda named, layout: device)
     offer, of_all = offered(named, senders, device)
     for number in range(senders):
         part = Part(offer, number, named, None)
         for index, (_, tensor) in enumerate(named):
             part.put(index, tensor)
-        assert part.finish() == Sent(None, {}, 0)
+        assert part.finish() == SendResult(None, {}, 0)
         part.close()
     made, formats = sources(named, None, torch.bfloat16, [KV_SCALES]), of_all.quantized
     slots = len(of_all.chunks)  # for each one: nothing is overwritten
@@ -338,7 +338,7 @@ def killed(rank: int, folder: Path, engines: list[str]) -> None:
 @pytest.mark.guarantee("several-engines", fault="a rank that sends its part is killed")
 def test_a_rank_that_sends_is_killed(tmp_path: Path) -> None:
     """The first rank waits no longer than it would for a bucket, and ends the update."""
-    engines = [remote(1, kind=Watched), remote(2, kind=Watched)]
+    engines = [an_engine(1, kind=Watched), an_engine(2, kind=Watched)]
     with served(engines) as addresses:
         work = partial(killed, engines=addresses)
         ranks.run_and_lose(work, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, lost=2)

@@ -20,7 +20,7 @@ from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
 from tests.trainer_bridge.calls import before
 from tests.trainer_bridge.served import left
-from tests.trainer_bridge.test_far_engine import SMALL, SNAPSHOT_BYTES, remote_engine, step
+from tests.trainer_bridge.test_remote_engine import SMALL, SNAPSHOT_BYTES, remote_engine, step
 from tests.trainer_bridge.test_transaction import serves, states
 from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge.engines.engine_client import EngineError

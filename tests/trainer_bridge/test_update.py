@@ -21,7 +21,7 @@ from tests.trainer_bridge.test_http_requests import started
 from tests.trainer_bridge.test_sender import layout
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.ranks.collective import Leader
-from trainer_bridge.session.transaction import Begun
+from trainer_bridge.session.transaction import BeginResult
 from trainer_bridge.sources.parameters import Source
 from trainer_bridge.updates import weights as weights_module
 from trainer_bridge.updates.update import RUN, update
@@ -327,7 +327,7 @@ def test_nothing_is_planned_where_engines_read_everything_in_place(
         weights_module, "sources_for", lambda named, *_: planned.append(named) or []
     )
     model = WholeModel({"w": torch.ones(2), "v": torch.ones(2)})
-    begun = Begun(Policy("run", 0), False, [{}], {}, [[True, True]], False, False, False)
+    begun = BeginResult(Policy("run", 0), False, [{}], {}, [[True, True]], False, False, False)
     model.send(Leader(()), None, begun, Clock())
     assert not planned
     with pytest.raises(IndexError):  # the control: it needs the plan that is not there

@@ -293,7 +293,7 @@ def _sentence(url: str, status: int, body: bytes) -> str:
         return f"{url} answered {status}: {text[:200]}"
 
 
-def side_by_side(calls: Sequence[tuple[EngineClient, Callable[[], T]]]) -> list[T | EngineError]:
+def call_all(calls: Sequence[tuple[EngineClient, Callable[[], T]]]) -> list[T | EngineError]:
     """Call all, and wait for the last. An engine of this process is called from this thread.
 
     Returns:

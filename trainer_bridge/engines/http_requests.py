@@ -122,7 +122,7 @@ class _Batch(Generic[T]):
             **headers,
         }
         self._opening = asyncio.Semaphore(OPENING_AT_ONCE)
-        self._open, self._heard_at = 0, -float("inf")
+        self._open, self._last_activity = 0, -float("inf")
         """Connections, and when one was opened last or brought an answer."""
         self._gone: Fault | None = None
         """Why nothing more is sent."""
@@ -179,10 +179,10 @@ class _Batch(Generic[T]):
                     trace_request_ctx=turn,
                 ) as response:
                     answer = response.status, await _body(response)
-                    self._heard_at = time.monotonic()
+                    self._last_activity = time.monotonic()
                     return answer
             except aiohttp.ConnectionTimeoutError:
-                if not self._open and self._heard_at <= began:
+                if not self._open and self._last_activity <= began:
                     self._gone = TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s")
                     return self._gone
             except aiohttp.ClientConnectorCertificateError as fault:
@@ -201,7 +201,7 @@ class _Batch(Generic[T]):
         """A request has its connection; the next one may open another."""
         context.trace_request_ctx.is_open = True
         self._open += 1
-        self._heard_at = time.monotonic()
+        self._last_activity = time.monotonic()
         self._opening.release()
 
     def _socket(self, address: Any) -> socket.socket:

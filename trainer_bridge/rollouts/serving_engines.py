@@ -12,9 +12,9 @@ from sgl_fp8rl.protocol.values import are_whole
 from trainer_bridge.engines.engine_client import (
     EngineClient,
     EngineError,
+    call_all,
     check_fields,
     sentence_of,
-    side_by_side,
 )
 from trainer_bridge.rollouts.replies import check_policies
 from trainer_bridge.rollouts.routed_experts import ExpertLayout
@@ -64,7 +64,7 @@ def serving_engines(
             return error
         return ServingEngine(member.name, member.connection.client, status)
 
-    answers = side_by_side([(m.connection.client, partial(asked, m)) for m in members])
+    answers = call_all([(m.connection.client, partial(asked, m)) for m in members])
     found = [answer for answer in answers if isinstance(answer, ServingEngine)]
     faults = [answer for answer in answers if isinstance(answer, Exception)]
     if not found:
@@ -118,7 +118,7 @@ def clipped_by(serving: Sequence[ServingEngine]) -> float | None:
         return float(status.get("kv_clipped") or 0.0)
 
     scaled = [each for each in serving if each.status.get("kv_clipped") is not None]
-    found = side_by_side([(each.client, partial(asked, each)) for each in scaled])
+    found = call_all([(each.client, partial(asked, each)) for each in scaled])
     shares = [share for share in found if isinstance(share, float)]
     if (most := max(shares, default=0.0)) > KV_CLIPPED:
         logger.warning(
@@ -150,7 +150,7 @@ def sample_on(
         if share
     ]
     replies: list[Any] = [None] * (len(requests) * n)
-    for share, answers in zip(shares, side_by_side(calls), strict=False):
+    for share, answers in zip(shares, call_all(calls), strict=False):
         if isinstance(answers, EngineError):
             answers = [answers] * (len(share) * n)
         for place, index in enumerate(share):

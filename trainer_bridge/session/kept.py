@@ -20,7 +20,7 @@ from trainer_bridge.shards.placed_shards import ShardRegistry
 from trainer_bridge.shards.shard_codes import CodesRegistry
 from trainer_bridge.transfer.layout import check_layout
 from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
-from trainer_bridge.ways.far import Base, Bases
+from trainer_bridge.ways.remote import Base, Bases
 from trainer_bridge.ways.sender import Sender
 
 EXIT_TIMEOUT_S = 2.0

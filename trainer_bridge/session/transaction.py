@@ -11,7 +11,7 @@ import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.engines.engine_client import EngineClient, EngineError, side_by_side
+from trainer_bridge.engines.engine_client import EngineClient, EngineError, call_all
 from trainer_bridge.ranks.rank_values import exchanged
 from trainer_bridge.session.kept import CommitDecision
 from trainer_bridge.session.participant import Participant, kept_alive
@@ -34,7 +34,7 @@ class MissedCommitError(EngineError):
 
 
 @exchanged
-class Begun(NamedTuple):
+class BeginResult(NamedTuple):
     """What the rank that leads learned of the other ranks and of the engines."""
 
     policy: Policy
@@ -112,9 +112,9 @@ class Transaction:
             self.close(error)
             raise
 
-    def begun(self) -> Begun:
+    def begun(self) -> BeginResult:
         """The result for the other ranks."""
-        return Begun(
+        return BeginResult(
             self._policy,
             all(member.committed_before for member in self.active),
             [read_by_all(session.sender.layout) for session in self.sessions],
@@ -326,7 +326,7 @@ def _at_once(
     calls: Mapping[Participant, Callable[[], Any]],
 ) -> list[tuple[Participant, EngineError | None]]:
     """What went wrong with each."""
-    results = side_by_side([(p.connection.client, call) for p, call in calls.items()])
+    results = call_all([(p.connection.client, call) for p, call in calls.items()])
     return [
         (member, result if isinstance(result, EngineError) else None)
         for member, result in zip(calls, results, strict=True)

@@ -124,7 +124,7 @@ class UpdateSession:
         if missing and self._engines.open and not self.plan.streamed:
             raise ManifestError(wrong_names(missing=missing))
 
-    def put_residents(self, named: Named) -> bool:
+    def pack_in_place(self, named: Named) -> bool:
         """Put all parameters into the bucket where each is the trainer's own memory on its GPU.
 
         Returns:
@@ -133,7 +133,7 @@ class UpdateSession:
         packer = self.chunks.packer
         if not isinstance(packer, QuantizePacker) or not self.plan.is_resident:
             return False
-        packer.put_residents([tensor for _, tensor in named])
+        packer.pack_in_place([tensor for _, tensor in named])
         self.chunks.flush()
         return True
 

@@ -161,7 +161,7 @@ class QuantizePacker(Packer):
         else:
             self._run(self._alone(chunk, index), whole.data_ptr())
 
-    def put_residents(self, tensors: Sequence[torch.Tensor]) -> None:
+    def pack_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take all that is resident from these, of which one is each source."""
         self._addresses = [tensors[index].data_ptr() for index in self._resident]
         self._bases = self._bases_at(self._addresses, self._device)

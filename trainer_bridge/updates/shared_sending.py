@@ -28,7 +28,7 @@ from trainer_bridge.transfer.layout import gpu_of
 from trainer_bridge.transport.rank_client import EngineRanks, Engines
 from trainer_bridge.transport.relay_client import RelayClient
 from trainer_bridge.ways.carriers import Chunks
-from trainer_bridge.ways.far import as_sent
+from trainer_bridge.ways.remote import as_sent
 from trainer_bridge.ways.sender import Sender
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ WAIT_S = 240.0
 
 
 @exchanged
-class Sent(NamedTuple):
+class SendResult(NamedTuple):
     """What a rank has sent."""
 
     fault: str | None
@@ -127,13 +127,13 @@ class Part:
             self._fault = f"a parameter of shape {tuple(shape)} was gathered as {whole.shape}"
         self._try(self._chunks.put, index, whole.to(self._device or "cpu"))
 
-    def finish(self) -> Sent:
+    def finish(self) -> SendResult:
         """Send what is left, and wait until engines have read it."""
         self._try(self._chunks.flush)
         self._chunks.await_read()  # also behind a fault: engines go on reading
         self._try(self._packer.finish)
         network_bytes = sum(engine.relay.network_bytes for engine in self._reached)
-        return Sent(self._fault, self._errors, network_bytes)
+        return SendResult(self._fault, self._errors, network_bytes)
 
     def committed(self) -> None:
         """The engines have what was sent."""
@@ -204,7 +204,7 @@ def end_together(leader: Leader, transaction: Transaction | None, part: Part | N
     """Wait until every rank has sent its part; every rank calls."""
     for session in () if transaction is None else transaction.sessions:
         leader.attempt(UpdateSession.send_rest, session)
-    sent = Sent(None, {}, 0) if part is None else part.finish()
+    sent = SendResult(None, {}, 0) if part is None else part.finish()
     if transaction is None:
         leader.collect(sent)
         return
@@ -258,7 +258,7 @@ def _begin(transaction: Transaction, faults: list[str | None], senders: int) -> 
     return True
 
 
-def _note(transaction: Transaction, of_ranks: list[Sent]) -> None:
+def _note(transaction: Transaction, of_ranks: list[SendResult]) -> None:
     """Go on without engines that a rank could not send to.
 
     Raises:

@@ -15,7 +15,7 @@ from sgl_fp8rl.protocol.values import attempt
 from trainer_bridge.engines.engine_client import EngineClient, EngineError
 from trainer_bridge.ranks.collective import Leader, check_ranks
 from trainer_bridge.session.kept import KEPT
-from trainer_bridge.session.transaction import Begun, Transaction
+from trainer_bridge.session.transaction import BeginResult, Transaction
 from trainer_bridge.session.update_session import UpdateSession
 from trainer_bridge.shards.placed_shards import (
     CodesWanted,
@@ -97,7 +97,7 @@ class Weights:
         raise NotImplementedError
 
     def send(
-        self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
+        self, leader: Leader, transaction: Transaction | None, begun: BeginResult, clock: Clock
     ) -> None:
         """Gather every tensor on all ranks, in one order; the leader puts them into the bucket, and
         others may send a part."""
@@ -196,7 +196,7 @@ class WholeModel(Weights):
         return sender.plan(self.named, self.family, device, shards=self._shards, ranks=ranks)
 
     def send(
-        self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
+        self, leader: Leader, transaction: Transaction | None, begun: BeginResult, clock: Clock
     ) -> None:
         if self._stays is not None:
             self.codes_wanted = leader.attempt(self._decide, transaction)
@@ -209,7 +209,7 @@ class WholeModel(Weights):
             return  # engines read everything in place
         sessions = [None] * len(begun.layouts) if transaction is None else transaction.sessions
         is_one = leader.is_alone and len(sessions) == 1
-        if is_one and leader.attempt(UpdateSession.put_residents, sessions[0], self.named):
+        if is_one and leader.attempt(UpdateSession.pack_in_place, sessions[0], self.named):
             clock.lap("write")
             return
         together, named = None, self.named
@@ -288,7 +288,7 @@ class Stream(Weights):
         return sender.stream_plan(client, self._announcement, added, device)
 
     def send(
-        self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
+        self, leader: Leader, transaction: Transaction | None, begun: BeginResult, clock: Clock
     ) -> None:
         sessions = [] if transaction is None else transaction.sessions
         for name, tensor in chain(self._tensors, self._added):

@@ -19,8 +19,8 @@ from trainer_bridge.transfer.transfer_plan import TransferPlan, can_be_mapped, i
 from trainer_bridge.transport.cuda_ipc import segments_message
 from trainer_bridge.transport.rank_client import Content, EngineRanks, Engines
 from trainer_bridge.ways.carriers import Bucket, Carrier
-from trainer_bridge.ways.far import TCP
 from trainer_bridge.ways.in_place import InPlace, OfShards, Parameters
+from trainer_bridge.ways.remote import TCP
 
 
 class Sender:

@@ -45,7 +45,7 @@ def check_copies(scheduler: Any) -> None:
         raise ValueError(f"quantization fp8rl cannot update this engine: {why}")
 
 
-def look_around(original: Any, scheduler: Any, requests: Any) -> Any:
+def on_scheduler_step(original: Any, scheduler: Any, requests: Any) -> Any:
     """AROUND ``Scheduler.process_input_requests``, a step of every loop, idle or not.
 
     A release that waits is tried again. The memory of a trainer that has exited is closed,

@@ -10,7 +10,7 @@ import zmq
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.control.scheduler import RPC_METHOD
-from sgl_fp8rl.receiver.rank_server import heard_at
+from sgl_fp8rl.receiver.rank_server import last_activity
 
 POLL_S = 0.0005
 """Between two looks for a reply, or two attempts to begin where requests are aborted."""
@@ -64,7 +64,7 @@ class SchedulerRpc:
         while not self._rpc.poll(0):
             now = time.time()
             if now >= late:
-                late = max([late, *(heard_at(path) + healthy_s for path in sockets)])
+                late = max([late, *(last_activity(path) + healthy_s for path in sockets)])
             if now < late:
                 # /health looks at it: schedulers that serve an update answer nothing else meanwhile
                 self._manager.last_receive_tstamp = now

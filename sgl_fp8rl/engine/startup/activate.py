@@ -75,7 +75,7 @@ def activate() -> None:
         "Scheduler.handle_generate_request": guards.refuse_generation,
         "Scheduler.handle_embedding_request": guards.refuse_generation,
         "Scheduler.handle_rpc_request": scheduler.handle_rpc,
-        "Scheduler.process_input_requests": guards.look_around,
+        "Scheduler.process_input_requests": guards.on_scheduler_step,
         "Scheduler.continue_generation": memory_release.continue_served,
         "Engine.release_memory_occupation": control_in_process.release_of_engine,
         "Engine.shutdown": control_in_process.end_calls,

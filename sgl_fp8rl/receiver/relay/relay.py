@@ -104,7 +104,7 @@ class Relay:
                 peer = stack.enter_context(self._await_trainer())
                 peer.settimeout(self._silence_s)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                _notice_its_death(peer, self._silence_s)
+                _enable_keepalive(peer, self._silence_s)
                 known = self._connect(stack, sockets, token)
                 out = stack.enter_context(peer.dup())  # its timeout is its own
                 out.settimeout(self._silence_s)
@@ -308,7 +308,7 @@ def _receive(peer: socket.socket, content: torch.Tensor) -> None:
         view = view[received:]
 
 
-def _notice_its_death(peer: socket.socket, silence_s: float) -> None:
+def _enable_keepalive(peer: socket.socket, silence_s: float) -> None:
     """Have the kernel end a connection whose other host is gone, also between updates."""
     seconds = max(round(silence_s / PROBES), 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -151,7 +151,7 @@ def step(updater: Updater, *asked: Request) -> list[Any]:
     def process(_: Any, due: list[Request]) -> list[Any]:
         return [ask(updater, each) for each in due]
 
-    return guards.look_around(process, updater.scheduler, list(asked))  # type: ignore[no-any-return]
+    return guards.on_scheduler_step(process, updater.scheduler, list(asked))  # type: ignore[no-any-return]
 
 
 def test_a_release_waits_until_nothing_runs_and_a_resume_behind_it(

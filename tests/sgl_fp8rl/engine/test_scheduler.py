@@ -497,7 +497,7 @@ def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
 
 @pytest.mark.guarantee("runs", fault="a commit whose answer is lost, and its retry")
 def test_a_retry_of_what_committed_is_told_so(engine: Engine) -> None:
-    from sgl_fp8rl.engine.control.guards import look_around
+    from sgl_fp8rl.engine.control.guards import on_scheduler_step
 
     tensors = toy.checkpoint()
     trainer = Trainer(engine, tensors)
@@ -508,7 +508,7 @@ def test_a_retry_of_what_committed_is_told_so(engine: Engine) -> None:
     def step() -> list[int]:
         """How much each rank has open after a step of the loop, which does what it did before."""
         for scheduler in engine.schedulers:
-            assert look_around(lambda _, asked: asked * 2, scheduler, ["r"]) == ["r", "r"]
+            assert on_scheduler_step(lambda _, asked: asked * 2, scheduler, ["r"]) == ["r", "r"]
         return [len(weights.memory.known()) for weights in engine.ranks]
 
     assert step() == [1, 1]

@@ -192,7 +192,7 @@ def test_changes_behind_a_whole_chunk_are_not_kept(rank: Rank) -> None:
     for index in range(2, len(session.writer.chunks)):
         toy.fill(session, codes(1), index)
         session.write(index)
-        assert not session.can_undo and not session._goes_back
+        assert not session.can_undo and not session._undo_log
     session.finish()
     rank.weights.commit()
     assert rank.holds(stepped(1))

@@ -23,7 +23,7 @@ from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver import rank_server as rank_server_module
-from sgl_fp8rl.receiver.rank_server import Outcome, RankSocket, heard_at, serve
+from sgl_fp8rl.receiver.rank_server import Outcome, RankSocket, last_activity, serve
 from sgl_fp8rl.receiver.session import Session
 from sgl_fp8rl.receiver.writers.shared_memory import SharedMemory
 from tests.sgl_fp8rl.protocol.test_framing import descriptors
@@ -40,14 +40,14 @@ JOIN_S = 60.0
 class RankThread:
     """Serves one session on one rank, as the scheduler's main thread does."""
 
-    def __init__(self, session: Session, silence_s: float = 30.0, is_one_of: int = 1) -> None:
+    def __init__(self, session: Session, silence_s: float = 30.0, num_engines: int = 1) -> None:
         self.socket = RankSocket(0)
         self.path = str(self.socket.path)
         self.peer: Any = None
 
         def run() -> tuple[Outcome, Any]:
             try:
-                return serve(self.socket, session, TOKEN, silence_s, is_one_of)
+                return serve(self.socket, session, TOKEN, silence_s, num_engines)
             finally:
                 self.socket.close()
 
@@ -64,7 +64,7 @@ class RankThread:
 class Trainer:
     """One session of one rank, and a raw connection to it."""
 
-    def __init__(self, silence_s: float = 20.0, is_one_of: int = 1) -> None:
+    def __init__(self, silence_s: float = 20.0, num_engines: int = 1) -> None:
         storage = {**toy.fp8_storage("w", 256, 128), "n": torch.zeros(64, dtype=toy.BF16)}
         self.model = toy.Model(storage)
         self.tensors = toy.checkpoint(shapes=SHAPES)
@@ -72,7 +72,7 @@ class Trainer:
         manifest = describe(self.tensors.items(), BUCKET // 2)
         self.weights.accept(manifest)
         self.session = self.weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
-        self.rank = RankThread(self.session, silence_s=silence_s, is_one_of=is_one_of)
+        self.rank = RankThread(self.session, silence_s=silence_s, num_engines=num_engines)
         self.sock = self.connect()
 
     def connect(self) -> socket.socket:
@@ -138,12 +138,12 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
 
 def test_each_message_is_seen_from_outside(trainer: Trainer) -> None:
     os.utime(trainer.rank.path, (1, 1))
-    assert heard_at(trainer.rank.path) == 1
+    assert last_activity(trainer.rank.path) == 1
     trainer.open_bucket()
-    assert heard_at(trainer.rank.path) == pytest.approx(time.time(), abs=60)
+    assert last_activity(trainer.rank.path) == pytest.approx(time.time(), abs=60)
     trainer.send_all()
     trainer.abort()
-    assert heard_at(trainer.rank.path) == 0
+    assert last_activity(trainer.rank.path) == 0
 
 
 def test_a_good_session_commits_and_the_next_hears_what_is_open(trainer: Trainer) -> None:
@@ -209,11 +209,11 @@ def test_a_stranger_is_turned_away_and_the_trainer_served(hello: bytes) -> None:
 
 
 @pytest.mark.guarantee("all-or-none", fault="a begin of several engines whose sender never comes")
-@pytest.mark.parametrize("is_one_of", [1, 2])
-def test_no_trainer_at_all(monkeypatch: pytest.MonkeyPatch, is_one_of: int) -> None:
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_no_trainer_at_all(monkeypatch: pytest.MonkeyPatch, num_engines: int) -> None:
     monkeypatch.setattr(rank_server_module, "CONNECT_TIMEOUT_S", 0.05)
     monkeypatch.setattr(Trainer, "connect", lambda self: socket.socket())
-    trainer = Trainer(is_one_of=is_one_of)
+    trainer = Trainer(num_engines=num_engines)
     outcome = trainer.rank.outcome()
     assert (outcome.committed, outcome.dirty) == (False, False)
     assert "no trainer" in outcome.reason

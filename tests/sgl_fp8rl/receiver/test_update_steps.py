@@ -11,7 +11,7 @@ from sgl_fp8rl.receiver.rank_server import Outcome
 from tests.sgl_fp8rl.receiver.fake_host import Exchange, FakeHost
 
 CLEAN = Outcome(False, "aborted", dirty=False)
-CHANGED = Outcome(False, "aborted", dirty=True, goes_back=True)
+CHANGED = Outcome(False, "aborted", dirty=True, can_roll_back=True)
 WHOLE = Outcome(False, "aborted", dirty=True)
 VOTED = Outcome(False, "the trainer is gone", dirty=True, voted=True)
 COMMITTED = Outcome(True, "", dirty=True)

@@ -15,13 +15,13 @@ from tests.fuzz.frames import arrived
 from tests.fuzz.relay import BUCKET, CHUNK, threadless
 from tests.sgl_fp8rl.receiver import toy
 from tests.sgl_fp8rl.receiver.fake_engine import FakeEngine
-from tests.trainer_bridge.test_far_engine import SNAPSHOT_BYTES, sent, step, with_snapshots
 from tests.trainer_bridge.test_matrix import Way, on_gpu
+from tests.trainer_bridge.test_remote_engine import SNAPSHOT_BYTES, sent, step, with_snapshots
 from tests.trainer_bridge.test_update import SMALL, holds
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.session.kept import KEPT
 from trainer_bridge.updates.update import update
-from trainer_bridge.ways.far import Changes
+from trainer_bridge.ways.remote import Changes
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -20,7 +20,7 @@ from tests.engine.test_kv_cache import KV_HEADS, LAYERS
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import gathered
 from tests.trainer_bridge.test_shared_sending import sent_by
-from trainer_bridge.ways import far
+from trainer_bridge.ways import remote
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -62,7 +62,7 @@ def sharded_trainer(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FP8RL_KEY", KEY)
         patch.setattr(place, "BOOT", folder / "boot_id")
-        patch.setattr(far, "LEAST_CHUNK_BYTES", BUCKET_BYTES // (SLOTS * WORLD))
+        patch.setattr(remote, "LEAST_CHUNK_BYTES", BUCKET_BYTES // (SLOTS * WORLD))
         sent = sent_by(patch)
         for version, checkpoint in enumerate(checkpoints, start=1):
             named = {
