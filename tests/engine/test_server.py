@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event
@@ -341,6 +341,25 @@ def test_trainer_is_killed(server: Server, policies: Policies, sent: int) -> Non
     assert_serves(server, policy, update(server, policy))
 
 
+def buckets_of(server: Server) -> int:
+    """How many buckets of trainers the processes of a server have mapped."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if os.getsid(int(process.name)) == server.process.pid:
+                found += (process / "maps").read_text().count("fp8rl-bucket")
+    return found
+
+
+def test_an_idle_server_lets_go_of_a_trainer_that_closes(server: Server, policy: Path) -> None:
+    """SGLang's loop must come by our hook also where it has nothing to do."""
+    version = version_of(server) + 1
+    trainer_bridge.update(STREAMS["bf16"](policy), server.address, version=version)
+    assert buckets_of(server) == 1
+    trainer_bridge.close(server.address)
+    assert buckets_of(server) == 0
+
+
 # ---- two trainers, and requests at the time of an update ---------------------------------------
 
 
@@ -515,3 +534,21 @@ def test_stock_update_is_refused(server: Server, policies: Policies) -> None:
         assert status == 400
         assert "trainer_bridge.update" in reply["message"]
     assert_serves(server, policies("qwen3")[0], version)
+
+
+def test_a_pause_during_an_update_is_kept(server: Server, policy: Path, tensors: Tensors) -> None:
+    """SGLang's own pause waits for the condition that an update holds."""
+    version = version_of(server) + 1
+    with ThreadPoolExecutor() as pool:
+        with by_hand(server, tensors, version) as trainer:
+            pause = pool.submit(server.status_of, "/pause_generation", b'{"mode": "retract"}')
+            with pytest.raises(FutureTimeoutError):
+                pause.result(STILL_WAITING_S)
+            trainer.commit_from(0)
+        assert pause.result(CALL_TIMEOUT_S) == 200
+        waiting = generate_later(pool, server)
+        with pytest.raises(FutureTimeoutError):
+            waiting.result(STILL_WAITING_S)
+        assert server.status_of("/continue_generation", b'{"torch_empty_cache": false}') == 200
+        (reply,) = waiting.result(CALL_TIMEOUT_S)
+    assert_one_version(reply, {version})
