@@ -164,6 +164,13 @@ def spoil(name: str, value: Any = None) -> Callable[[Reply], None]:
     return edit
 
 
+def test_a_lost_reply_is_noticed() -> None:
+    client = FakeEngine()
+    client.sample = lambda requests, _: [client.reply(0, requests[0])]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="shorter"):
+        rollout(client, PROMPTS, {})
+
+
 A3, A4, A5, OTHER3 = ("a", 3), ("a", 4), ("a", 5), ("another", 3)
 CHECKPOINT = ("", -1)
 LOST = r"the engine has version (-1|9|3)\b.*version 4 of run"

@@ -283,6 +283,9 @@ def test_scales_are_sent_in_fp32_whoever_sends_them() -> None:
         both = scaled(sender, weights(a=(4, 4)), 1.0)
         spec = sender.plan(both, family, None).manifest.tensors[KV_SCALES]
         assert (spec.dtype, spec.shape) == (torch.float32, (2, 2, 4))
+    # what is kept of them must not grow by each step's graph
+    ((_, kept),) = sender.settled([(KV_SCALES, torch.ones(2, 2, 4, requires_grad=True))], HOST)
+    assert not kept.requires_grad
 
 
 def test_scales_that_are_not_for_this_engine() -> None:

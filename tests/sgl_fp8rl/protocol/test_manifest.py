@@ -99,6 +99,16 @@ def test_a_name_that_no_checkpoint_has_is_refused(name: str) -> None:
     assert len(str(no.value)) < 200
 
 
+@pytest.mark.parametrize("field", ["protocol", "chunk_bytes"])
+def test_errors_quote_little_of_what_is_nested(field: str) -> None:
+    nested: Any = []
+    for _ in range(5000):  # more than repr() can follow
+        nested = [nested]
+    with pytest.raises(ManifestError) as no:
+        Manifest.from_json({**GOOD, field: nested})
+    assert len(str(no.value)) < 200
+
+
 SCALE = TensorSpec(torch.float32, (2, 3))
 CODES = TensorSpec(FP8, (200, 300))
 
