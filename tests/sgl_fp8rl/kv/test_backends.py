@@ -15,6 +15,7 @@ from sgl_fp8rl.engine.attention.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.engine.compat import wrapping
 from sgl_fp8rl.engine.compat.settings import resolved
 from sgl_fp8rl.engine.startup import arguments
+from sgl_fp8rl.tools.doctor import device
 from tests.sgl_fp8rl.resolving import ADA, BLACKWELL, HOPPER, Start
 
 
@@ -97,6 +98,17 @@ def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "capability", lambda: None)
     for option in ("FP8RL_KV_SCHEME", "FP8RL_KV_SCALES"):
         monkeypatch.delenv(option, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "decode"), [(None, "torch_native"), (HOPPER, TRTLLM_MHA), (ADA, "flashinfer")]
+)
+def test_the_doctor_tells(
+    capability: Capability, decode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "capability", lambda: capability)
+    (check,) = device.check_kv_cache()
+    assert check.status == "ok" and f"decode {decode}: " in check.message
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,22 @@ def test_the_fastest_way_comes_first_and_those_without_times_last(
     assert "2 engines" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--gpus", "2", "--tp", "2"], "engines of several GPUs: plan predicts no times"),
+        (["--gpu", "h100"], "other GPUs than an H200: plan predicts no times"),
+    ],
+)
+def test_no_times_are_told_of_what_was_not_measured(
+    model: str, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(model, "--samples", "64", *arguments, "--json")
+    assert not any(each["outcome"] for each in json.loads(capsys.readouterr().out))
+    plan(model, "--samples", "64", *arguments)
+    assert told in capsys.readouterr().out
+
+
 def test_models_with_experts_have_no_times_and_dense_ones_scaled_ones() -> None:
     asked, cluster = [Request(1000, 1000, 1000)] * 8, report.Cluster(speed.H200, FREE)
     found = report.predictions(MOE, asked, cluster)

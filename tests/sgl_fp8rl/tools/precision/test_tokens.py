@@ -133,6 +133,16 @@ def test_as_many_texts_as_tokens_are_asked_for(load: Load) -> None:
         tokens.complete(model, [Text([512], [1])], 10, 0)
 
 
+def test_short_responses_are_made_up_for(load: Load) -> None:
+    """Every second token ends a text, so a response has about two; no sample is a copy."""
+    model = load("qwen3")
+    model.generation_config.eos_token_id = list(range(0, 512, 2))
+    found = tokens.complete(model, [Text([1], None), Text([3, 4], None)], 100, 0)
+    assert 100 <= sum(len(text.response or []) for text in found) < 150
+    assert {tuple(text.prompt) for text in found} == {(1,), (3, 4)}
+    assert len({tuple(text.response or []) for text in found}) > 20
+
+
 def test_batches_measure_responses_only() -> None:
     texts = [Text([1, 2, 3], [4, 5]), Text([6], [7])]
     (batch,) = tokens.batches_of(texts, torch.device("cpu"))
