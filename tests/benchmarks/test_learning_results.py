@@ -70,3 +70,8 @@ def test_the_control_says_whether_a_loss_can_be_seen(end: float, says: str) -> N
     assert of["kv8-tis"][8:] == ["1.0e-03", "", "2.0e-03", "", "0 of 100 |"]
     assert of[CONTROL][3] == "3" and of[CONTROL][-1] == "4 of 100 |"
     assert says in text and "a GPU, torch 2, commit abc" in text
+
+
+def test_executions_are_paired_by_themselves() -> None:
+    other = [row | {"execution": "two"} for row in rows(0.35) if row.get("arm") != REFERENCE]
+    assert "| kv8-tis | 8 | 0.692 | 4 |" in table([*rows(0.35), *other])

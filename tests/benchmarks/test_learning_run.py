@@ -207,3 +207,22 @@ def test_what_the_control_is_sent_is_off(tmp_path: Path, fake_engine: dict[str, 
         assert factors <= ({0.67, 1.5} if "_proj" in name else {1.0}), name
         seen |= factors
     assert seen == {0.67, 1.0, 1.5}
+
+
+def test_a_study_has_the_same_settings_and_commit_throughout(
+    tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps may change until the first run begins."""
+    (tmp_path / "fp8-tis-1").mkdir()
+
+    def opened(**settings: Any) -> study.Study:
+        args = Namespace(state=tmp_path, size="tiny", settings=SMALL | settings)
+        return open_study(args)
+
+    assert [opened(steps=n).settings.steps for n in (2, 3)] == [2, 3]
+    (tmp_path / "fp8-tis-1" / LOG).touch()
+    monkeypatch.setenv(environment.COMMIT_VARIABLE, "def5678")
+    with pytest.raises(ValueError, match="a study with other commit, rate, steps; give the same"):
+        opened(steps=2, rate=1.0)
+    monkeypatch.setenv(environment.COMMIT_VARIABLE, COMMIT)
+    assert opened(steps=3).settings.steps == 3  # the control

@@ -20,6 +20,14 @@ def test_demand_is_more_than_bf16_may_hold() -> None:
     assert long_tail.pool_share(long_tail.output_lengths(4096), 780_000) == 1.0  # even more
 
 
+def test_usage_is_that_of_the_rollout() -> None:
+    line = "Decode batch, #running-req: {}, #token: 90, token usage: 0.11, cuda graph: True, gen\n"
+    log = f"{line.format(9)}{long_tail.BEGINS}\n{line.format(100)}KV cache pool is full.\n"
+    assert long_tail.usage(log + line.format(50)) == {"running_requests": [75.0]}
+    with pytest.raises(ValueError, match="no line of a decode"):
+        long_tail.usage(line.format(9))
+
+
 class FakeEngine:
     """Answers with numbers of its own; the first tokens that it has seen are cached."""
 

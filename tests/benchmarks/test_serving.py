@@ -37,6 +37,17 @@ def test_floor_and_capacity_by_hand(
     assert serving.capacity(keywords, QWEN3_8B, 139 << 30) == pytest.approx(wanted)
 
 
+def test_two_ranks_share_weights_and_kv() -> None:
+    load, shape = serving.Load(64, 4096, 128), models.SHAPES["qwen3-32b"]
+    (arm,) = (job.spec for job in rollout.ON_TWO_GPUS.jobs if job.spec.name == "fp8rl-kv8")
+    both = arm.keywords(batches=(64,))
+    one = {**both, "tp_size": 1}
+    floors = [serving.decode_floor_ms(keywords, shape, load, 4.3) for keywords in (one, both)]
+    assert floors[0] == pytest.approx(2 * floors[1])
+    tokens = [serving.capacity(keywords, shape, 140 << 30) for keywords in (one, both)]
+    assert tokens[1] > 2 * tokens[0] > 0, "the second GPU's memory holds no weights again"
+
+
 def test_a_step_reads_the_experts_that_its_tokens_use() -> None:
     assert QWEN3_8B.experts_read(1) == 1.0
     assert MOE.experts_read(1) == pytest.approx(8 / 128)

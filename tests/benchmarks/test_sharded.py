@@ -104,6 +104,16 @@ def test_ours_is_given_the_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     assert found["values"]["update_gpu_ms"] == [1.0] * UPDATES
 
 
+@pytest.mark.parametrize(
+    ("place", "gpus"), [(sharded.SAME, [0]), (sharded.OTHERS, [2]), (sharded.EACH, [0, 1])]
+)
+def test_engines_are_placed(place: str, gpus: list[int]) -> None:
+    found = sharded.Case("stock-bf16", "tiny", place, buckets=(1,)).engines(2, SHAPE)
+    assert [each["base_gpu_id"] for each in found] == gpus
+    ranks = 1 if place == sharded.EACH else 2
+    assert {each.get("tp_size", 1) for each in found} == {ranks}
+
+
 def test_engines_that_differ_are_not_measured() -> None:
     engines = [LoadingEngine(), LoadingEngine()]
     for engine, norm in zip(engines, (1.0, 2.0), strict=True):
