@@ -71,6 +71,8 @@ def uses(tree: ast.AST) -> Iterator[tuple[str, str]]:
         code = ast.unparse(node)
         if isinstance(node, ast.Attribute) and code.partition(".")[0] not in modules:
             yield node.attr, code
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith(".__globals__"):
+            yield str(getattr(node.slice, "value", None)), code
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in (*READS, *WRITES):
             name = getattr(node.args[1], "value", None)
             if isinstance(name, str) or ast.unparse(node.func) in WRITES:
@@ -103,6 +105,7 @@ def test_what_is_used_of_sglang_is_named() -> None:
         "our_function(scheduler)._new_private",
         "getattr(scheduler, '_new_private', None)",
         "hasattr(scheduler.tp_worker, 'new_public')",
+        "original.__globals__['_new_private']",
         "setattr(scheduler, 'new_queue', 1)",
         "setattr(scheduler, name, 1)",
     ],
