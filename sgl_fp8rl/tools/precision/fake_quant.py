@@ -30,9 +30,10 @@ Forward = Callable[..., torch.Tensor]
 @contextmanager
 def fp8(groups: Iterable[Group]) -> Iterator[None]:
     """Compute these groups in their formats in this context, without changing their parameters.
+    Codes live as long as a forward of their layer: those of all may not fit beside the model.
 
     Raises:
-        ValueError: a weight, or an activation in a forward, is NaN or Inf; or the layout of experts
+        ValueError: in a forward, a weight or an activation is NaN or Inf; or the layout of experts
             is unknown.
     """
     changed: list[nn.Module] = []
@@ -50,11 +51,10 @@ def fp8(groups: Iterable[Group]) -> Iterator[None]:
 
 
 def _linear(module: Any, group: Group) -> Forward:
-    codes_NK, scales = _quantized(module.weight, group)
     linear = _product(group)
 
     def forward(x_MK: torch.Tensor) -> torch.Tensor:
-        return linear(x_MK, codes_NK, scales, module.bias)
+        return linear(x_MK, *_quantized(module.weight, group), module.bias)
 
     return forward
 
@@ -62,18 +62,18 @@ def _linear(module: Any, group: Group) -> Forward:
 def _experts(module: Any, group: Group) -> Forward:
     check_experts(module, group.name)
     is_block = group.format in BLOCKS
-    gate_up_E2IH, down_EHI = module.gate_up_proj.detach(), module.down_proj.detach()
-    # gate and up begin with a block each, as in the engine
-    rest = -down_EHI.shape[-1] % BLOCK
-    if rest and is_block:
-        halves = F.pad(gate_up_E2IH.unflatten(1, (2, -1)), (0, 0, 0, rest))
-        gate_up_E2IH, down_EHI = halves.flatten(1, 2), F.pad(down_EHI, (0, rest))
-    w13, w2 = _quantized(gate_up_E2IH, group), _quantized(down_EHI, group)
     linear = _product(group)
 
     def forward(
         x_MH: torch.Tensor, topk_ids_MT: torch.Tensor, topk_weights_MT: torch.Tensor
     ) -> torch.Tensor:
+        gate_up_E2IH, down_EHI = module.gate_up_proj.detach(), module.down_proj.detach()
+        # gate and up begin with a block each, as in the engine
+        rest = -down_EHI.shape[-1] % BLOCK
+        if rest and is_block:
+            halves = F.pad(gate_up_E2IH.unflatten(1, (2, -1)), (0, 0, 0, rest))
+            gate_up_E2IH, down_EHI = halves.flatten(1, 2), F.pad(down_EHI, (0, rest))
+        w13, w2 = _quantized(gate_up_E2IH, group), _quantized(down_EHI, group)
         out_MH = fp8_experts(x_MH, w13, w2, topk_weights_MT, topk_ids_MT, module.act_fn, linear)
         return out_MH.to(x_MH.dtype)
 

@@ -1,5 +1,6 @@
 """The fake-quantized layers, against what an engine on a CPU runs and against the FP8 oracle."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,4 +107,21 @@ def test_nan_in_a_weight_is_refused() -> None:
     linear = nn.Linear(128, 128, dtype=torch.bfloat16)
     linear.weight.data[3, 4] = torch.nan
     with pytest.raises(ValueError, match="NaN or Inf"), fake_quant.fp8([Group("a", 0, (linear,))]):
-        pass
+        linear(drawn(2, 128))
+
+
+def test_codes_of_one_layer_are_held_at_a_time(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, held, most = load("qwen3"), weakref.WeakSet[torch.Tensor](), 0
+    encode = BLOCK_FP8.encode
+
+    def counted(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        nonlocal most
+        encoded = encode(weight)
+        held.add(encoded[""])
+        most = max(most, len(held))
+        return encoded
+
+    monkeypatch.setattr(BLOCK_FP8, "encode", counted)
+    with fake_quant.fp8(fp8_groups(model)):
+        model(torch.tensor([[1, 2, 3]]))
+    assert most == 1
