@@ -35,7 +35,7 @@ def run(options: Namespace) -> None:
     """Measure, print the report, and write it as JSON.
 
     Args:
-        options: the command line, as in ``arguments.py``.
+        options: the command line, as ``cli.py`` parses it.
 
     Raises:
         ValueError: the model or the prompts cannot be measured.
