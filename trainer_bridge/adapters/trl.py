@@ -219,8 +219,8 @@ def _check(trainer: Any) -> None:
     """Refuse what would fail later, or train on wrong numbers."""
     if not isinstance(trainer, trl.GRPOTrainer):
         raise ValueError(f"attach: {type(trainer).__name__} is not a trl.GRPOTrainer; pass one")
-    private = ("_dist", "_is_vlm", "_calculate_rewards", "_generate_and_score_completions")
-    if missing := ", ".join(name for name in private if not hasattr(trainer, name)):
+    private = "_dist _is_vlm _metrics _calculate_rewards _generate_and_score_completions"
+    if missing := ", ".join(name for name in private.split() if not hasattr(trainer, name)):
         raise ValueError(f"attach: this TRL has no {missing}; run pip install 'trl==1.16.*'")
     sharding, mode = trainer._dist, trainer.vllm_importance_sampling_mode
     refused = {

@@ -167,6 +167,13 @@ def test_a_process_without_a_train_actor_is_refused() -> None:
         ours.init(options("slime", ADDRESSES))
 
 
+def test_an_actor_that_moves_weights_in_another_way_is_refused(framework: str) -> None:
+    actor: Any = sys.modules[f"{framework}.{ours.ACTOR}"]
+    del actor.UpdateWeightFromDistributed
+    with pytest.raises(RuntimeError, match=rf"{framework}.*in another way"):
+        ours.init(options(framework, ADDRESSES))
+
+
 def test_the_example_names_our_function(framework: str) -> None:
     """Read as the frameworks read it: each key becomes an option, this one the path of a call."""
     given = yaml.safe_load((ROOT / "examples" / "slime" / "fp8rl.yaml").read_text())

@@ -350,6 +350,7 @@ def test_trainers_that_cannot_work_are_refused(make: Make, engine: FakeEngine) -
         (lambda t: setattr(t._dist, "fsdp_version", 1), "FSDP1"),
         (lambda t: setattr(t._dist, "zero_stage", 3), "ZeRO-3"),
         (lambda t: t.model.register_parameter("codes", int8()), "quantized"),
+        (lambda t: delattr(t, "_metrics"), r"no _metrics; .*'trl=="),
     ):
         trainer = make()
         spoil(trainer)
