@@ -117,11 +117,11 @@ def _prepare(
         _check_kv_scales(weights, manifest)
         return manifest
 
-    manifest, error = attempted(read, policy)
+    manifest, error = attempted(read, "an update to %s", policy)
     if isinstance(manifest, str):
         return manifest
     if manifest is not None:
-        _, error = attempted(partial(weights.accept, manifest), policy)
+        _, error = attempted(partial(weights.accept, manifest), "an update to %s", policy)
     errors = [e for e in host.gather(error) if e is not None]
     if not errors and manifest is not None:
         errors = _unrouted(host, weights, manifest.streamed)
@@ -246,17 +246,17 @@ def _undone(host: EngineHost, weights: EngineWeights, outcomes: list[Outcome]) -
     return all(each is None for each in host.gather(error))
 
 
-def attempted(action: Callable[[], T], what: object) -> tuple[T | None, str | None]:
+def attempted(action: Callable[[], T], what: str, *values: object) -> tuple[T | None, str | None]:
     """The result of an action on this rank, or the error that the other ranks are given.
 
     Args:
-        what: the action, or what it is for, in the log, where the error is not a refusal.
+        what, values: name the action in the log, where the error is not a refusal.
     """
     result, fault = attempt(action)
     if fault is None:
         return result, None
     if not isinstance(fault, ManifestError | RouteError):
-        logger.error("%s failed on this rank", what, exc_info=fault)
+        logger.error(f"{what} failed on this rank", *values, exc_info=fault)
     return None, str(fault) or type(fault).__name__
 
 

@@ -76,3 +76,11 @@ def test_all_ranks_go_back_or_none(
     assert rank.did == did
     assert reply["ended"] == bool(host.policies) == ("commit" in did)
     assert bool(host.refused) == any(word.startswith("quarantine") for word in did)
+
+
+def test_a_fault_names_its_update_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    assert update_steps.attempted(fail, "an update to %s", Policy("r", 1)) == (None, "no memory")
+    assert "an update to version 1 of run 'r' failed" in caplog.text
