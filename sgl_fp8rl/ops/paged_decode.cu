@@ -2,10 +2,10 @@
 // Memory bounds it: bytes are read once, and about a third of the issue slots convert and multiply.
 //
 // Work is cut by context alone, where its plan fits the workspace: a split is SPLIT tokens of a sequence, counted from
-// its start, and an item is a split of one KV head. A block takes every gridDim.x-th item, and the longest items come
-// first. Its four warps take the tiles of an item in turn, keep their own softmax and copy ahead, over the borders of
-// items; then each merges a part of the four. merge_splits merges splits in their order. So an output depends on no other
-// sequence of the batch.
+// its start, and an item is a split of one KV head. Items lie in rows of one for each block, the longest first. Blocks
+// take rows there and back, so that none has the longest of every row. A block's four warps take the tiles of an item in
+// turn, keep their own softmax and copy ahead, over the borders of items; then each merges a part of the four.
+// merge_splits merges splits in their order. So an output depends on no other sequence of the batch.
 //
 // BLOCKED, where registers cannot hold all columns, an item is also of BLOCK_COLUMNS of them. Items of the same codes are
 // side by side, so other blocks take them at the same time, and L2 has the codes.
@@ -203,6 +203,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
   unsigned char *stages = memory + warp * STAGES * STAGE_BYTES;
   const u64 policy = read_once();
   const auto work_of = [&](int item) { return item < items ? __ldg(work + item / blocks / heads) : make_int4(0, 0, 0, 0); };
+  const auto item_after = [&](int item) { return item + 2 * (int)(gridDim.x - item % gridDim.x) - 1; };
+  const auto item_before = [&](int item) { return item - 2 * (int)(item % gridDim.x) - 1; };
   int copied = blockIdx.x, copied_token = 0, copied_end = 0, slot = 0, into = 0;
   int4 next_work = work_of(copied);
   const int *row_of_pages = pages;
@@ -216,9 +218,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
   };
   const auto end_of = [&](int4 found) { return min(found.z, (found.y + 1) * split_tokens); };
   const auto open_item = [&] {  // the next one that has a tile for this warp
-    for (; copied < items; copied += gridDim.x) {
+    for (; copied < items; copied = item_after(copied)) {
       const int4 found = next_work;
-      next_work = work_of(copied + gridDim.x);
+      next_work = work_of(item_after(copied));
       copied_token = begin_of(found); copied_end = end_of(found);
       row_of_pages = pages + found.x * pages_stride;
       if (copied_token < copied_end) { find_slot(); return; }
@@ -238,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
       }
       if (INT8 && lane < TILE) copy_4(to + CODE_BYTES + lane * 4, token_scales + head * token_scales_stride + slot, lane < left);
       copied_token += WARPS * TILE;
-      if (copied_token < copied_end) find_slot(); else { copied += gridDim.x; open_item(); }
+      if (copied_token < copied_end) find_slot(); else { copied = item_after(copied); open_item(); }
     }
     asm volatile("cp.async.commit_group;");
     into = into + 1 == STAGES ? 0 : into + 1;
@@ -269,8 +271,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
   int stage = 0, turn = 0, item = blockIdx.x;
   int4 found = work_of(blockIdx.x), ahead;
   if (PREFETCH_Q) read_q(blockIdx.x, found);
-  for (; item < items; item += gridDim.x, turn++, found = ahead) {
-    ahead = work_of(item + gridDim.x);
+  for (int next; item < items; item = next, turn++, found = ahead) {
+    next = item_after(item);
+    ahead = work_of(next);
     if (!PREFETCH_Q) read_q(item, found);
     const int end = end_of(found), seen_by_all = found.z - queries + 1, begin = item % blocks * BLOCK_COLUMNS;
     // q is scaled by a power of two to about 64, so that all of it is normal in FP16.
@@ -300,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
         limit[c][i] = seen_by_all + (begin + c * 8 + 2 * t + i) / group;  // a query token sees those before it
       }
     }
-    if (PREFETCH_Q) read_q(item + gridDim.x, ahead);
+    if (PREFETCH_Q) read_q(next, ahead);
     float o[COLUMN_TILES][VW * 2][4] = {}, top[COLUMN_TILES][2], sum[COLUMN_TILES][2] = {};
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++) top[c][0] = top[c][1] = LOWEST;
@@ -427,9 +430,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
     __syncwarp();
     if (lane == 0) arrive(&full[turn % BUFFERS]);
     if (BUFFERS == 1) merge(item, turn);
-    else if (turn) merge(item - gridDim.x, turn - 1);  // all warps have ended it long ago
+    else if (turn) merge(item_before(item), turn - 1);  // all warps have ended it long ago
   }
-  if (BUFFERS == 2 && turn) merge(item - gridDim.x, turn - 1);
+  if (BUFFERS == 2 && turn) merge(item_before(item), turn - 1);
 }
 
 constexpr int MERGE_WARPS = 4;
