@@ -20,7 +20,6 @@ BENCHMARKS = {
     "multi_turn": "benchmarks.multi_turn:BENCHMARK",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
     "kv_decode": "benchmarks.kv.decode:BENCHMARK",
-    "formats": "benchmarks.formats:BENCHMARK",
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",
     "fp8_mismatch": "benchmarks.fp8_mismatch:BENCHMARK",

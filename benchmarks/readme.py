@@ -10,7 +10,6 @@ from benchmarks.environment import ROOT
 from benchmarks.run import RESULTS
 from benchmarks.tables import (
     beside_stock,
-    formats,
     fp8_forward,
     headline,
     kv,
@@ -31,7 +30,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "update_moe": ("update_moe.json", engine_tables.update),
     "fp8_forward": ("fp8_forward.json", fp8_forward.fp8_forward),
     "fp8_mismatch": ("fp8_mismatch.json", fp8_forward.mismatch),
-    "formats": ("formats.json", formats.formats),
     "sharded": ("sharded.json", sharded.sharded),
     "sharded_four": ("sharded_four.json", sharded.sharded),
     "sharded_others": ("sharded_others.json", sharded.sharded),

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gemm_inputs import random_activations
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.gemm import linear as gemm
 from sgl_fp8rl.engine.layers.linear import METHODS
@@ -27,6 +26,8 @@ KERNELS: dict[str, gemm.Kernel] = {"deep_gemm": gemm.deep_gemm, "triton": gemm.t
 ERROR_BOUND = 2.5e-5
 """Of 1 - cosine, of each block of 128 results. Healthy, with outliers too: 2e-6 of an FP32 GEMM
 rounded to BF16, at most 2.7e-6 of both kernels on an H200."""
+OUTLIER_CHANNELS, OUTLIER = 4, 100.0
+HOT_TOKENS, HOT = 3, 30.0
 
 pytest.importorskip("deep_gemm")
 
@@ -41,6 +42,15 @@ def _hopper() -> None:
 def _compile_only_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not DeepGEMM's kernels for every M at a GEMM's first call, as SGLang does."""
     monkeypatch.setattr(compat.deep_gemm_warmup, "_DO_COMPILE_ALL", False)
+
+
+def random_activations(m: int, k: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """BF16 ``[M, K]``: normal values; and a few channels and tokens of them much larger."""
+    normal_MK = torch.randn(m, k, generator=generator, dtype=torch.bfloat16)
+    outlier_MK = normal_MK.clone()
+    outlier_MK[:, :: max(1, k // OUTLIER_CHANNELS)] *= OUTLIER
+    outlier_MK[:: max(1, m // HOT_TOKENS)] *= HOT
+    return [normal_MK, outlier_MK]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
