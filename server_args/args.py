@@ -21,8 +21,8 @@ BUCKET_ALIGNMENT = 512
 """Bytes. A half of a bucket must keep 256-byte alignment, which CUDA gives."""
 KV_CACHES = ("int8", "e4m3")
 KV_SCHEMES = ("engine", "trainer", "unit")
-FORMATS = ("block-fp8", "block-fp8-ue8m0", "channel-fp8", "int8")
-RAGGED = ("pad", "channel", "bf16")
+FORMATS = ("block-fp8", "block-fp8-ue8m0")
+RAGGED = ("pad", "bf16")
 LISTEN_SCOPES = ("loopback", "any")
 NETWORKS = ("tcp", "nixl")
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -80,15 +80,13 @@ class Fp8RLServerArgs:
     """What layers keep their weights in; default ``"block-fp8"``.
 
     ``"block-fp8"``: one scale for each block of 128x128. ``"block-fp8-ue8m0"``: the same with
-    scales that are powers of two, of activations too. ``"channel-fp8"``: one for each row, and
-    one for each token. ``"int8"``: the same with INT8 codes.
+    scales that are powers of two, of activations too.
     """
     ragged: str = _option(RAGGED[0], "layers whose sizes are not multiples of 128", choices=RAGGED)
-    """What becomes of a layer whose sides on a rank are not multiples of 128, where the format is
-    block FP8; default ``"pad"``.
+    """What becomes of a layer whose sides on a rank are not multiples of 128; default ``"pad"``.
 
     ``"pad"``: it is FP8, in storage that zeros fill up to whole blocks, unless that is as large as
-    BF16. ``"channel"``: it is channel FP8. ``"bf16"``: it stays BF16.
+    BF16. ``"bf16"``: it stays BF16.
     """
     kv_cache: str | None = _option(None, "format of an 8-bit KV cache", choices=KV_CACHES)
     """Format of an 8-bit KV cache; default none, where ``--kv-cache-dtype fp8_e4m3`` is ``"e4m3"``.

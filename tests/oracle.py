@@ -1,5 +1,4 @@
-"""Block FP8, channel FP8 and INT8 in float64 NumPy: an oracle that shares no code with
-``sgl_fp8rl.ops``.
+"""Block FP8 in float64 NumPy: an oracle that shares no code with ``sgl_fp8rl.ops``.
 
 It searches an explicit table of the 256 E4M3 values and walks blocks in plain loops. What the
 contract rounds to FP32 (the scale and the quotient) is rounded here too, so bytes must be equal.
@@ -13,13 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Codes = NDArray[np.uint8]
-Int8s = NDArray[np.int8]
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 BLOCK = 128
 FP8_MAX = np.float32(448)
-INT8_MAX = np.float32(127)
 AMAX_FLOOR = np.float32(1e-10)
 
 
@@ -143,34 +140,4 @@ def linear(
     """``dequant(quant(x)) @ dequant(W).T + bias`` in float64: ``[M, N]``."""
     x = dequantize_activation(*quantize_activation(x_MK, power_of_two=power_of_two))
     y = x @ dequantize_weight(codes_NK, scale_inv_nk).T
-    return np.asarray(y if bias_N is None else y + bias_N)
-
-
-# -- one scale for each row
-
-
-def quantize_rows(x_NK: F32, *, int8: bool) -> tuple[Codes | Int8s, F32]:
-    """Codes ``[..., N, K]``, and one FP32 scale a row ``[..., N, 1]``."""
-    codes = np.zeros(x_NK.shape, np.int8 if int8 else np.uint8)
-    scale_N1 = np.zeros((*x_NK.shape[:-1], 1), np.float32)
-    for row in np.ndindex(*x_NK.shape[:-1]):
-        amax = max(np.max(np.abs(x_NK[row])), AMAX_FLOOR)
-        scale_N1[row] = amax / (INT8_MAX if int8 else FP8_MAX)
-        quotient_K = x_NK[row] / scale_N1[row]
-        codes[row] = np.clip(np.rint(quotient_K), -127, 127) if int8 else encode(quotient_K)
-    return codes, scale_N1
-
-
-def dequantize_rows(codes_NK: Codes | Int8s, scale_N1: F32) -> F64:
-    """``codes * scale`` without rounding."""
-    values = codes_NK if codes_NK.dtype == np.int8 else decode(codes_NK)
-    return values.astype(np.float64) * scale_N1.astype(np.float64)
-
-
-def channel_linear(
-    x_MK: F32, codes_NK: Codes | Int8s, scale_N1: F32, bias_N: F32 | None = None
-) -> F64:
-    """``linear`` with a scale for each row, of tokens as of the weight."""
-    tokens = quantize_rows(x_MK, int8=codes_NK.dtype == np.int8)
-    y = dequantize_rows(*tokens) @ dequantize_rows(codes_NK, scale_N1).T
     return np.asarray(y if bias_N is None else y + bias_N)

@@ -1,10 +1,8 @@
 """The formats that an engine keeps weights in, a file for each kind.
 
-To add one that updates carry: its file, whose codes have a dtype of their own, a line in
-``FORMATS``, its kind of copy in ``ops/weight_quant_triton.py``, and the layer that computes with it
-in ``METHODS`` of ``engine/layers/linear.py``, and of ``engine/layers/moe.py`` if experts have it
-too. One that only engines have has a line in ``ENGINE_ONLY``: for such a layer a trainer sends
-BF16.
+To add one: its file, whose codes have a dtype of their own, a line in ``FORMATS``, its kind of copy
+in ``ops/weight_quant_triton.py``, and the layers that compute with it in ``METHODS`` of
+``engine/layers/linear.py`` and ``engine/layers/moe.py``.
 """
 
 from collections import Counter
@@ -13,21 +11,15 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from sgl_fp8rl.formats.block_fp8 import BlockFP8, BlockFP8UE8M0
-from sgl_fp8rl.formats.channel import ChannelFP8, Int8
 from sgl_fp8rl.formats.weight_format import Unquantized, WeightFormat
 
 BLOCK_FP8 = BlockFP8()
 BLOCK_FP8_UE8M0 = BlockFP8UE8M0()
 UNQUANTIZED = Unquantized()
-CHANNEL_FP8 = ChannelFP8()
-INT8 = Int8()
 BLOCKS: tuple[WeightFormat, ...] = (BLOCK_FP8, BLOCK_FP8_UE8M0)
-"""What ``fp8_forward``, exports and chains can have."""
+"""What layers can be quantized to: the choices of the option ``format``."""
 FORMATS: dict[str, WeightFormat] = {f.name: f for f in (*BLOCKS, UNQUANTIZED)}
-"""What an update carries."""
-ENGINE_ONLY: tuple[WeightFormat, ...] = (CHANNEL_FP8, INT8)
-CHOICES: dict[str, WeightFormat] = {f.name: f for f in BLOCKS + ENGINE_ONLY}
-"""By the values of the option ``format``."""
+"""All of them, by name."""
 DTYPES = {str(d).removeprefix("torch."): d for f in FORMATS.values() for d in f.dtypes}
 """What an update can carry, by the names of the manifest."""
 HEADERS = {h: d for f in FORMATS.values() for h, d in zip(f.headers, f.dtypes, strict=True)}
@@ -58,16 +50,9 @@ def marked_format(parameter: torch.Tensor) -> WeightFormat | None:
     return getattr(parameter, "fp8rl_format", None)
 
 
-def stored_format(name: str, parameters: Mapping[str, torch.Tensor]) -> WeightFormat:
-    """The format of one of an engine's parameters: told by its mark, its dtype, and by what lies
-    beside it."""
-    if (marked := marked_format(parameters[name])) is not None:
-        return marked
-    dtype = parameters[name].dtype
-    for format_ in ENGINE_ONLY:
-        if dtype in format_.dtypes and all(name + s in parameters for s in format_.suffixes):
-            return format_
-    return format_of(dtype)
+def stored_format(parameter: torch.Tensor) -> WeightFormat:
+    """The format of one of an engine's parameters: told by its mark, or its dtype."""
+    return marked_format(parameter) or format_of(parameter.dtype)
 
 
 def counted(names: Iterable[str]) -> str:
@@ -89,13 +74,9 @@ def by_tensor(tensors: Mapping[str, Iterable[str]]) -> dict[str, WeightFormat]:
     return {name: FORMATS[format_] for format_, names in tensors.items() for name in names}
 
 
-def split_name(name: str, formats: Iterable[WeightFormat] = ()) -> tuple[str, str]:
-    """A tensor's name as (the weight that it may be a companion of, suffix or ``""``).
-
-    Args:
-        formats: more of them than those of ``FORMATS``.
-    """
-    for suffix in (*SUFFIXES, *(suffix for f in formats for suffix in f.suffixes)):
+def split_name(name: str) -> tuple[str, str]:
+    """A tensor's name as (the weight that it may be a companion of, suffix or ``""``)."""
+    for suffix in SUFFIXES:
         if name.endswith(suffix):
             return name.removesuffix(suffix), suffix
     return name, ""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from sgl_fp8rl.formats.weight_format import (
-    FP8_CAPABILITIES,
+    FP8_CAPABILITY,
     NOT_FINITE,
     NOT_POSITIVE,
     NOT_POWERS,
@@ -36,7 +36,7 @@ class BlockFP8(WeightFormat):
     headers = ("F8_E4M3",)
     suffixes = (SCALES,)
     block = (BLOCK, BLOCK)
-    capabilities = FP8_CAPABILITIES
+    capability = FP8_CAPABILITY
     checkpoint = {  # noqa: RUF012  (never changed)
         "quant_method": "fp8",
         "fmt": "e4m3",

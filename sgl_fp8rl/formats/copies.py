@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
-from sgl_fp8rl.ops.regions import Region, Span
+from sgl_fp8rl.ops.regions import Region
 
 Dimension = tuple[int, int, int]
 """(length, source stride, target stride), in elements."""
@@ -40,7 +40,6 @@ def describe_copy(
     segment: int = 0,
     positive: bool = False,
     tag: int = 0,
-    kept: Span | None = None,
     power_of_two: bool = False,
 ) -> Iterator[CopyDescriptor]:
     """A copy of one box to another, cut into matrices: one descriptor for each.
@@ -48,7 +47,7 @@ def describe_copy(
     Args:
         src, dst: boxes of equal sizes; dimensions of length 1 may stand on one side only.
         scales: None where nothing is quantized.
-        segment, positive, tag, kept, power_of_two: see ``CopyDescriptor``.
+        segment, positive, tag, power_of_two: see ``CopyDescriptor``.
     """
     dimensions = _dimensions(src, dst, source.strides, target.strides)
     scale_steps: list[int] = []
@@ -77,7 +76,6 @@ def describe_copy(
         target_dtype=target.dtype,
         positive=positive,
         tag=tag,
-        kept=kept,
         power_of_two=power_of_two,
     )
     for index in product(*(range(length) for length, _, _ in lead)):

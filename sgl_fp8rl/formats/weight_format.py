@@ -25,12 +25,8 @@ NOT_POWERS = (
 )
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a trainer holds weights in; each can be encoded in any format."""
-FP8_CAPABILITIES = ((8, 9), (99, 9))
+FP8_CAPABILITY = (8, 9)
 """From Ada on there are FP8 tensor cores."""
-ROW = 1 << 62
-"""As the columns of a block: a whole row, of any length."""
-LEAST_ROWS = 128
-"""Of a layer that is one matrix: smaller ones, as routers, stay as they are."""
 Encoded = dict[str, torch.Tensor]
 """A weight in a format: its codes under the suffix ``""``, its companions under theirs."""
 
@@ -56,17 +52,17 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    """Dtypes that codes can have, and those of no other format that updates carry but a variant's.
-    Those of companions are among those of all formats."""
-    headers: ClassVar[tuple[str, ...]] = ()
-    """Names of ``dtypes`` in the headers of safetensors files; empty where no update carries it."""
+    """Dtypes that codes can have, and those of no other format but a variant's. Those of companions
+    are among those of all formats."""
+    headers: ClassVar[tuple[str, ...]]
+    """Names of ``dtypes`` in the headers of safetensors files."""
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Suffixes of the companions: one of a quantized format, for which a copy descriptor has its
     fields, and none of ``UNQUANTIZED``."""
     block: ClassVar[tuple[int, int]] = (1, 1)
     """Rows and columns that share an element of a companion: a matrix may be cut at multiples."""
-    capabilities: ClassVar[tuple[tuple[int, int], tuple[int, int]]] = ((0, 0), (99, 9))
-    """Compute capabilities of the GPUs whose kernels take it: the least and the most."""
+    capability: ClassVar[tuple[int, int]] = (0, 0)
+    """The least compute capability of GPUs whose kernels take it."""
     power_of_two_scales: ClassVar[bool] = False
     """Whether scales of weights and activations are rounded up to powers of two. Codes of such a
     variant are told by ``mark``, not by their dtype, which is that of another format."""
@@ -76,12 +72,9 @@ class WeightFormat(ABC):
 
     def why_not_on(self, capability: tuple[int, int]) -> str | None:
         """Why a GPU of this compute capability has no kernels for it."""
-        least, most = self.capabilities
-        if capability < least:
-            return f"{self.name} needs SM {least[0]}.{least[1]} or newer"
-        if capability > most:
-            return f"{self.name} needs SM {most[0]}.{most[1]} or older"
-        return None
+        if capability >= self.capability:
+            return None
+        return f"{self.name} needs SM {self.capability[0]}.{self.capability[1]} or newer"
 
     @abstractmethod
     def companions(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
@@ -102,11 +95,6 @@ class WeightFormat(ABC):
         Args:
             rows: of each matrix that is stacked into the layer, on this rank.
         """
-
-    def experts_refusal(self, hidden: int, intermediate: int) -> str | None:
-        """``refusal`` of both matrices of a gated expert."""
-        gate_up = self.refusal([intermediate, intermediate], hidden)
-        return gate_up or self.refusal([hidden], intermediate)
 
     def cover(self, region: Region, shape: tuple[int, ...]) -> Region:
         """The whole blocks of a tensor that a box has elements of: it is encoded with them."""
@@ -147,10 +135,9 @@ class WeightFormat(ABC):
                 (a, n) for a, b, n in zip(region, whole, shape, strict=True) if a != b
             )
             rows, cols = self.block
-            what = "row" if cols == ROW else f"{rows}x{cols} block"
             raise ValueError(
-                f"a piece of {name} cuts a {what} at {start}:{stop} of {size}; cut it where blocks "
-                f"end"
+                f"a piece of {name} cuts a {rows}x{cols} block at {start}:{stop} of {size}; cut it "
+                f"where blocks end"
             )
 
     @abstractmethod

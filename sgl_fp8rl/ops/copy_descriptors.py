@@ -46,9 +46,6 @@ class CopyDescriptor(NamedTuple):
     """The values are scales: each must also be above zero."""
     tag: int
     """What ``Status`` reports where a value is NaN or Inf; not negative."""
-    kept: tuple[int, int] | None = None
-    """Of whole rows with a scale each (``channel_triton``): the columns that are written;
-    ``target`` is where the row's first one would go. None where blocks have scales, or nothing."""
     power_of_two: bool = False
     """The scales that are made, or copied, are powers of two."""
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 Weight = tuple[torch.Tensor, torch.Tensor]
-"""Codes ``[E, N, K]`` and scales ``[E, N/128, K/128]``, or ``[E, N, 1]`` for ``channel_linear``."""
+"""Codes ``[E, N, K]`` and scales ``[E, N/128, K/128]``."""
 
 BLOCK = 128
 FP8_DTYPE = torch.float8_e4m3fn
@@ -37,10 +37,8 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def scale_of(
-    amax: torch.Tensor, largest: float = FP8_MAX, *, power_of_two: bool = False
-) -> torch.Tensor:
-    """``amax / largest``, FP32 and positive; NaN or Inf where that is.
+def scale_of(amax: torch.Tensor, *, power_of_two: bool = False) -> torch.Tensor:
+    """``amax / 448``, FP32 and positive; NaN or Inf where that is.
 
     Args:
         power_of_two: instead, the smallest power of two that is not below ``amax / 448``; Inf where
@@ -52,7 +50,7 @@ def scale_of(
         bits = (amax * 2.0**-8).contiguous().view(torch.int32)
         return ((bits + CARRY) & EXPONENT).view(torch.float32)
     # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp apart.
-    return amax / torch.full_like(amax, largest)
+    return amax / torch.full_like(amax, FP8_MAX)
 
 
 def encode(scaled: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from triton.errors import TritonError
 
 from sgl_fp8rl.ops.copy_descriptors import COLUMNS, CopyDescriptor, group_descriptors
@@ -82,10 +81,8 @@ def compiling() -> Iterator[None]:
 class Launch:
     """Copies of one kind, as device tables."""
 
-    kernel: Any
     tiles: int
-    """Programs, such as 128x128 tiles, the ragged ones included: what ``Status`` counts for one
-    run."""
+    """128x128 tiles, the ragged ones included: what ``Status`` counts for one run."""
     tile_descriptor: torch.Tensor
     """int32: the row of ``table`` of each."""
     table: torch.Tensor
@@ -109,24 +106,9 @@ class Launch:
             if self._compiled:
                 self._compiled[0][self.tiles, 1, 1](*arguments)
             else:
-                kernel = self.kernel[(self.tiles,)](*arguments, **_OPTIONS)
+                kernel = _copy_tiles[(self.tiles,)](*arguments, **_OPTIONS)
                 if kernel is not None:  # Triton's interpreter compiles nothing
                     self._compiled.append(kernel)
-
-
-def launch_of(
-    kernel: Any,
-    table: NDArray[np.int64],
-    tiles: NDArray[np.int64],
-    kind: tuple[Any, ...],
-    device: torch.device | str,
-) -> Launch:
-    """The launch of a table, of whose rows each takes so many programs."""
-    total = int(tiles.sum())
-    tile_descriptor = torch.arange(len(tiles), dtype=torch.int32, device=device).repeat_interleave(
-        torch.from_numpy(tiles).to(device), output_size=total
-    )
-    return Launch(kernel, total, tile_descriptor, torch.from_numpy(table).to(device), kind)
 
 
 def compile_descriptors(
@@ -141,8 +123,12 @@ def compile_descriptors(
     for group in group_descriptors(descriptors):
         dtypes = (DTYPES[each] for each in (group.source_dtype, group.target_dtype, dtype))
         kind = *dtypes, group.positive, group.power_of_two, group.full
-        table = group.table.view(np.int64)
-        launches.append(launch_of(_copy_tiles, table, group.tiles, kind, device))
+        table = torch.from_numpy(group.table.view(np.int64)).to(device)
+        total, count = int(group.tiles.sum()), len(group.tiles)
+        tile_descriptor = torch.arange(count, dtype=torch.int32, device=device).repeat_interleave(
+            torch.from_numpy(group.tiles).to(device), output_size=total
+        )
+        launches.append(Launch(total, tile_descriptor, table, kind))
     return launches
 
 

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument(
         "--format",
-        choices=[name for name in FORMATS if name.startswith("block")],
+        choices=FORMATS,
         help="as of --fp8rl-format (of a folder; default block-fp8)",
     )
 

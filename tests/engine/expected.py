@@ -7,7 +7,7 @@ It shares neither routes nor quantizer with the engine: HF tensors are quantized
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +29,18 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # rows are shared 
 
 
 def digests(
-    checkpoint: Path,
-    tp_size: int,
-    ep_size: int = 1,
-    by_row: Collection[str] = (),
-    *,
-    int8: bool = False,
-    power_of_two: bool = False,
+    checkpoint: Path, tp_size: int, ep_size: int = 1, *, power_of_two: bool = False
 ) -> list[dict[str, str]]:
     """SHA-256 of each engine parameter by its name, for each rank; see ``parameters_of``.
 
     Args:
-        by_row: HF tensors that have a scale for each row, in FP8 or INT8; others have blocks.
-        power_of_two: of blocks, each scale is one.
+        power_of_two: each scale is one.
     """
     tensors = dict(models.named_tensors(checkpoint))
     fp8: dict[str, Pair] = {}
     for name in models.fp8_names(checkpoint):
         weight = tensors.pop(name).float().numpy()
-        if name in by_row:
-            fp8[name] = oracle.quantize_rows(weight, int8=int8)
-        else:
-            fp8[name] = oracle.quantize_weight(weight, power_of_two=power_of_two)
+        fp8[name] = oracle.quantize_weight(weight, power_of_two=power_of_two)
     bf16 = {name: tensor.view(torch.int16).numpy() for name, tensor in tensors.items()}
     return [
         {name: _sha256(array) for name, array in parameters.items()}
@@ -130,8 +120,7 @@ def parameters_of(
     for name, bits in bf16.items():  # norms and routers are on every rank
         parameters[name] = np.split(bits, tp_size)[rank] if name in VOCABULARY else bits
     for name, (codes, scales) in pairs.items():
-        suffix = "_scale" if _is_by_row((codes, scales)) else "_scale_inv"
-        parameters[name], parameters[name + suffix] = codes, scales
+        parameters[name], parameters[f"{name}_scale_inv"] = codes, scales
     return parameters
 
 
@@ -160,9 +149,6 @@ def cut(parts: Pair, axis: int, rank: int, ranks: int) -> Pair:
     Elements of other ranks in these blocks are zeros, and so is what makes all ranks' shards equal.
     """
     codes, scales = parts
-    if _is_by_row(parts):  # a part of a row has the scale of the whole one
-        mine = np.split(codes, ranks, axis)[rank]
-        return mine, np.split(scales, ranks)[rank] if axis == 0 else scales
     size = codes.shape[axis] // ranks
     borders = [(r * size // BLOCK, -(-(r + 1) * size // BLOCK)) for r in range(ranks)]
     blocks = max(last - first for first, last in borders)
@@ -191,11 +177,6 @@ def _scale_of_zeros(others: Array) -> Array:
     fractions, _ = np.frexp(others)
     zeros = np.zeros((1, 1), np.float32)
     return oracle.quantize_weight(zeros, power_of_two=bool((fractions == 0.5).all()))[1][0, 0]
-
-
-def _is_by_row(parts: Pair) -> bool:
-    codes, scales = parts
-    return codes.shape[:-1] == scales.shape[:-1]
 
 
 def _join(how: Callable[[Sequence[Array]], Array], pairs: list[Pair]) -> Pair:

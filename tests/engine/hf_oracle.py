@@ -84,16 +84,12 @@ def scale_mla(model: Any, factor: float) -> None:
         layer.self_attn.scaling = factor / math.sqrt(layer.self_attn.qk_head_dim)
 
 
-def _quantize(weight: torch.Tensor, fmt: str) -> tuple[oracle.Codes | oracle.Int8s, oracle.F32]:
-    if fmt.startswith("block-fp8"):
-        return oracle.quantize_weight(weight.numpy(), power_of_two=fmt.endswith("ue8m0"))
-    return oracle.quantize_rows(weight.numpy(), int8=fmt == "int8")
+def _quantize(weight: torch.Tensor, fmt: str) -> tuple[oracle.Codes, oracle.F32]:
+    return oracle.quantize_weight(weight.numpy(), power_of_two=fmt.endswith("ue8m0"))
 
 
-def _dequantize(codes: oracle.Codes | oracle.Int8s, scale: oracle.F32) -> torch.Tensor:
-    by_row = codes.shape[:-1] == scale.shape[:-1]
-    dequantize = oracle.dequantize_rows if by_row else oracle.dequantize_weight
-    return torch.from_numpy(dequantize(codes, scale).astype(np.float32))
+def _dequantize(codes: oracle.Codes, scale: oracle.F32) -> torch.Tensor:
+    return torch.from_numpy(oracle.dequantize_weight(codes, scale).astype(np.float32))
 
 
 def _swap(tensors: models.Tensors, pairs: list[tuple[str, str]]) -> None:

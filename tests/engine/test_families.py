@@ -78,9 +78,7 @@ LAYERS: dict[str, tuple[Why, Why]] = {
 }
 FORMATS = {
     "block-fp8": list(LAYERS),
-    "channel-fp8": ["qwen3_moe", "qwen2_cut", "phi3", "deepseek_v2"],
     "block-fp8-ue8m0": ["qwen3_moe", "phi3"],
-    "int8": ["qwen3_moe_cut", "smollm2", "qwen3"],
 }
 RANKS = {"qwen2_cut": 2, "qwen3_moe_cut": 2}
 """Of families whose shapes matter only there; 1 of all others."""

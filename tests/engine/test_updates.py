@@ -20,8 +20,6 @@ from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = pytest.mark.engine
 
-CHANNEL, INT8 = {"fp8rl_format": "channel-fp8"}, {"fp8rl_format": "int8"}
-RAGGED = {"fp8rl_ragged": "channel"}
 UE8M0 = {"fp8rl_format": "block-fp8-ue8m0"}
 full = pytest.mark.full
 CASES = [  # family, ranks of tensor and of expert parallelism, options
@@ -39,20 +37,9 @@ CASES = [  # family, ranks of tensor and of expert parallelism, options
     pytest.param(("deepseek_v2", 2, 1, {}), id="deepseek_v2-tp2", marks=full),
     pytest.param(("deepseek_v3", 1, 1, {}), id="deepseek_v3-tp1", marks=full),
     pytest.param(("deepseek_v3", 2, 1, {}), id="deepseek_v3-tp2"),
-    pytest.param(("qwen2_cut", 1, 1, CHANNEL), id="qwen2_cut-tp1-channel", marks=full),
-    pytest.param(("qwen2_cut", 2, 1, CHANNEL), id="qwen2_cut-tp2-channel"),
-    pytest.param(("qwen3_moe", 1, 1, CHANNEL), id="qwen3_moe-tp1-channel", marks=full),
-    pytest.param(("qwen3_moe", 2, 2, CHANNEL), id="qwen3_moe-ep2-channel", marks=full),
-    pytest.param(("qwen2_cut", 2, 1, INT8), id="qwen2_cut-tp2-int8", marks=full),
-    pytest.param(("smollm2", 1, 1, INT8), id="smollm2-tp1-int8", marks=full),
-    pytest.param(("qwen3_moe_cut", 1, 1, INT8), id="qwen3_moe_cut-tp1-int8", marks=full),
-    pytest.param(("qwen3_moe_cut", 2, 1, INT8), id="qwen3_moe_cut-tp2-int8"),
     pytest.param(("qwen3_moe", 1, 1, UE8M0), id="qwen3_moe-tp1-ue8m0"),
     pytest.param(("qwen2_cut", 2, 1, UE8M0), id="qwen2_cut-tp2-ue8m0"),
     pytest.param(("qwen3_moe_cut", 2, 1, UE8M0), id="qwen3_moe_cut-tp2-ue8m0", marks=full),
-    pytest.param(("qwen3_ragged", 1, 1, RAGGED), id="qwen3_ragged-tp1-ragged", marks=full),
-    pytest.param(("qwen3_moe_ragged", 1, 1, RAGGED), id="qwen3_moe_ragged-tp1-ragged"),
-    pytest.param(("qwen3_moe_ragged", 2, 1, RAGGED), id="qwen3_moe_ragged-tp2-ragged", marks=full),
 ]
 DERIVED = ".cos_sin_cache"  # the only buffers: they depend on no weight
 # One prompt at a time: SGLang's kernels round otherwise with other batches.
@@ -69,7 +56,6 @@ PROMPTS = [[1, 2, 3], [4] * 2000, [5]]
 """The second is longer than the model's context."""
 FORMS = ["bf16", "fp8", "stream", "stream", "bf16"]
 """What the trainer sends at each update."""
-BLOCKS = ("block-fp8", "block-fp8-ue8m0")
 Digest = list[dict[str, dict[str, Any]]]
 
 
@@ -119,21 +105,10 @@ class Run:
         """What layers are kept in."""
         return self.options.get("fp8rl_format", "block-fp8")
 
-    @property
-    def in_blocks(self) -> list[str]:
-        """The HF tensors that the engine keeps in block FP8, and an update may bring so."""
-        if self.format not in BLOCKS:
-            return []
-        names = models.whole_names if "fp8rl_ragged" in self.options else models.fp8_names
-        return names(self.checkpoints[0])
-
     def expected(self, version: int) -> list[dict[str, str]]:
         """The digests of a version, by the oracle."""
-        checkpoint = self.checkpoints[version]
-        by_row = set(models.fp8_names(checkpoint)).difference(self.in_blocks)
         return expected.digests(
-            *(checkpoint, self.tp_size, self.ep_size, by_row),
-            int8=self.format == "int8",
+            *(self.checkpoints[version], self.tp_size, self.ep_size),
             power_of_two=self.format == "block-fp8-ue8m0",
         )
 
@@ -150,8 +125,8 @@ def run(
         snapshots = [Snapshot.of(engine)]
         for version in range(1, UPDATES + 1):
             form = FORMS[version - 1]
-            if options and form == "fp8":
-                form = "ue8m0" if options is UE8M0 else "bf16"
+            if options is UE8M0 and form == "fp8":
+                form = "ue8m0"
             engine.update(checkpoints[version], version, form)
             snapshots.append(Snapshot.of(engine))
         sampled = rollout(engine, PROMPTS, {"n": 2, "max_new_tokens": 4, "ignore_eos": True})
@@ -194,8 +169,7 @@ def test_the_comparison_tells_one_policy_from_the_next(run: Run) -> None:
 
 
 def test_the_trainer_is_told_of_every_rank(run: Run) -> None:
-    """And of no codes but those of block FP8, so that it sends the others in BF16."""
-    assert run.formats == ({run.format: sorted(run.in_blocks)} if run.in_blocks else {})
+    assert run.formats == {run.format: sorted(models.fp8_names(run.checkpoints[0]))}
 
 
 @pytest.mark.guarantee("in-place", fault="five updates, every address compared")

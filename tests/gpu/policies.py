@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from sgl_fp8rl.formats import CHOICES
+from sgl_fp8rl.formats import FORMATS
 from tests.engine import expected, models
 
 HEAD = 128
@@ -167,7 +167,7 @@ def codes_and_scales(policy: Tensors, fmt: str = "block-fp8") -> Tensors:
     stream: Tensors = {}
     for name, tensor in policy.items():
         if models.is_linear(name):
-            encoded = CHOICES[fmt].encode(tensor)
+            encoded = FORMATS[fmt].encode(tensor)
             stream |= {name + suffix: part for suffix, part in encoded.items()}
         else:
             stream[name] = tensor
@@ -215,7 +215,7 @@ def reference_digests(
         fmt: of all linears, as the option ``format`` has it.
     """
     fp8 = {
-        name: tuple(map(_array, CHOICES[fmt].encode(tensor).values()))
+        name: tuple(map(_array, FORMATS[fmt].encode(tensor).values()))
         for name, tensor in policy.items()
         if models.is_linear(name)
     }

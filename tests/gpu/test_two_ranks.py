@@ -56,23 +56,20 @@ class Run:
     fresh: Answers
 
 
-BLOCK = "block-fp8"
-CASES = [  # a model, ranks of expert parallelism, the format of its layers
-    pytest.param((DENSE, 1, BLOCK), id=f"{DENSE.name}-tp2"),
-    pytest.param((MOE, 1, BLOCK), id=f"{MOE.name}-tp2"),
-    pytest.param((MOE, TP, BLOCK), id=f"{MOE.name}-ep2"),
-    pytest.param((CUT, 1, BLOCK), id=f"{CUT.name}-tp2"),
-    pytest.param((MOE_CUT, 1, BLOCK), id=f"{MOE_CUT.name}-tp2"),
-    pytest.param((CUT, 1, "channel-fp8"), id=f"{CUT.name}-tp2-channel"),
-    pytest.param((MOE_CUT, 1, "int8"), id=f"{MOE_CUT.name}-tp2-int8"),
+CASES = [  # a model, and ranks of expert parallelism
+    pytest.param((DENSE, 1), id=f"{DENSE.name}-tp2"),
+    pytest.param((MOE, 1), id=f"{MOE.name}-tp2"),
+    pytest.param((MOE, TP), id=f"{MOE.name}-ep2"),
+    pytest.param((CUT, 1), id=f"{CUT.name}-tp2"),
+    pytest.param((MOE_CUT, 1), id=f"{MOE_CUT.name}-tp2"),
 ]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     shape: Shape = request.param[0]
-    _, ep_size, fmt = request.param
-    flags = {**TP_FLAGS, "tp_size": TP, "ep_size": ep_size, "fp8rl_format": fmt}
+    _, ep_size = request.param
+    flags = {**TP_FLAGS, "tp_size": TP, "ep_size": ep_size}
     logs = tmp_path_factory.mktemp("logs")
     last = 5
     with shared_folder() as folder:
@@ -81,10 +78,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             partial(start_server, logs / "server.log", first, **flags),
             partial(start_server, logs / "fresh.log", final, **flags),
         ) as (server, fresh):
-            yield _update(shape, ep_size, fmt, server, Answers.of(fresh, SIZES))
+            yield _update(shape, ep_size, server, Answers.of(fresh, SIZES))
 
 
-def _update(shape: Shape, ep_size: int, fmt: str, server: Server, fresh: Answers) -> Run:
+def _update(shape: Shape, ep_size: int, server: Server, fresh: Answers) -> Run:
     digests = [digests_of(server)]
     answers = [Answers.of(server, SIZES)]
     trainer = Trainer(shape)
@@ -94,7 +91,7 @@ def _update(shape: Shape, ep_size: int, fmt: str, server: Server, fresh: Answers
     sends = {
         "bucket": lambda: trainer.become(draw(shape, 1)),
         "mapped": lambda: trainer.become(draw(shape, 2)),
-        "codes": lambda: (codes_and_scales if fmt == BLOCK else dict)(draw(shape, 3)),
+        "codes": lambda: codes_and_scales(draw(shape, 3)),
         "elsewhere": lambda: elsewhere,
         "new tensors": lambda: draw(shape, 5),
     }
@@ -105,7 +102,7 @@ def _update(shape: Shape, ep_size: int, fmt: str, server: Server, fresh: Answers
         digests.append(digests_of(server))
         answers.append(Answers.of(server, SIZES))
     wanted = [
-        [reference_digests(draw(shape, n), rank, TP, ep_size, fmt) for rank in range(TP)]
+        [reference_digests(draw(shape, n), rank, TP, ep_size) for rank in range(TP)]
         for n in range(len(digests))
     ]
     moved = [

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from sgl_fp8rl.formats import BLOCKS
 from tests.engine.harness import EngineProcess, Server
 from tests.engine.serving import assert_quarantined, version_of
 from tests.gpu.engines import (
@@ -69,33 +68,17 @@ class Case:
 
     shape: Shape
     format: str = "block-fp8"
-    ragged: str = "pad"
-
-    @property
-    def options(self) -> dict[str, str]:
-        return {"fp8rl_format": self.format, "fp8rl_ragged": self.ragged}
-
-    @property
-    def sends_codes(self) -> bool:
-        """Whether an update may bring them."""
-        return self.format in [fmt.name for fmt in BLOCKS] and self.ragged == "pad"
 
     def wanted(self, version: int) -> dict[str, str]:
         """What the reference makes of a policy."""
-        by_row = self.ragged == "channel"  # no layer of the ragged shape is whole blocks
-        fmt = "channel-fp8" if by_row else self.format
-        return reference_digests(draw(self.shape, version), fmt=fmt)
+        return reference_digests(draw(self.shape, version), fmt=self.format)
 
 
 CASES = {
     "qwen3-8b": Case(DENSE),
     "qwen3-30b-a3b": Case(MOE),
     "ragged": Case(RAGGED),
-    "ragged-channel": Case(RAGGED, ragged="channel"),
-    "qwen3-30b-a3b-channel": Case(MOE, "channel-fp8"),
     "qwen3-30b-a3b-ue8m0": Case(MOE, "block-fp8-ue8m0"),
-    "qwen3-8b-int8": Case(DENSE, "int8"),
-    "qwen3-30b-a3b-int8": Case(MOE, "int8"),
 }
 
 
@@ -135,7 +118,7 @@ class Run:
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     case: Case = request.param
-    shape, options = case.shape, case.options
+    shape, options = case.shape, {"fp8rl_format": case.format}
     logs = tmp_path_factory.mktemp(shape.name)
     with shared_folder() as folder:
         checkpoints = {
@@ -166,7 +149,7 @@ def _update(
         wanted.append(case.wanted(version))
         if kind == "in place":
             policy = trainer.become(policy)
-        elif kind == "codes" and case.sends_codes:
+        elif kind == "codes":
             policy = codes_and_scales(policy, case.format)
         sent.append(policy)  # so that the memory of one version is not given to the next
         results.append(update(server, policy))

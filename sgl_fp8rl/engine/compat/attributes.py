@@ -141,16 +141,6 @@ ATTRIBUTES: dict[str, str] = {
         "process_weights_after_loading runner w13_weight w13_weight_bias w13_weight_scale_inv "
         "w2_weight w2_weight_scale_inv"
     ),
-    **{
-        f"{_LAYERS}.quantization.{linear}": "apply create_weights weight weight_scale"
-        for linear in ("w8a8_fp8.W8A8Fp8LinearMethod", "w8a8_int8.W8A8Int8LinearMethod")
-    },
-    **{
-        f"{_LAYERS}.quantization.{experts}": (
-            "apply create_weights w13_weight w13_weight_scale w2_weight w2_weight_scale"
-        )
-        for experts in ("w8a8_fp8.W8A8FP8MoEMethod", "w8a8_int8.W8A8Int8MoEMethod")
-    },
     f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod": "create_weights",
     f"{_LAYERS}.linear.LinearBase": "params_dtype quant_method",
     f"{_LAYERS}.linear.ColumnParallelLinear": "weight_loader",

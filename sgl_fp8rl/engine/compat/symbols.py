@@ -14,8 +14,6 @@ _BY_MODULE = {
     # quantization
     _QUANTIZATION: "BASE_QUANTIZATION_METHODS QUANTIZATION_METHODS",
     f"{_QUANTIZATION}.fp8": "Fp8Config Fp8LinearMethod Fp8MoEMethod",
-    f"{_QUANTIZATION}.w8a8_fp8": "W8A8Fp8LinearMethod W8A8FP8MoEMethod",
-    f"{_QUANTIZATION}.w8a8_int8": "W8A8Int8LinearMethod W8A8Int8MoEMethod",
     f"{_QUANTIZATION}.unquant": "UnquantizedLinearMethod UnquantizedFusedMoEMethod",
     "srt.layers.linear": "LinearBase WEIGHT_LOADER_V2_SUPPORTED",
     "srt.layers.moe.fused_moe_triton": "FusedMoE",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.engine.layers.quant_config import list_layers
-from sgl_fp8rl.formats import BLOCKS, QUANTIZED, UNQUANTIZED, format_of
+from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -93,11 +93,6 @@ def _why_not(weights: EngineWeights) -> str | None:
             f"checkpoint of this policy"
         )
     for name in filter(weights.table.is_quantized, weights.table.sources):
-        if (kept := weights.table.kept_as(name)) not in BLOCKS:
-            return (
-                f"{name} is kept in {kept.name}, and exports are block FP8; export the "
-                f"BF16 checkpoint of this policy"
-            )
         if reason := weights.table.why_ragged(name):
             return (
                 f"{name} is not whole blocks ({reason}), which SGLang may not load without this "

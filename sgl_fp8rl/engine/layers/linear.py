@@ -1,43 +1,20 @@
 """The quantized linears: SGLang's own methods on storage whose addresses never change."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.gemm import linear as gemm
-from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, CHANNEL_FP8, INT8, mark, marked_format
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, mark, marked_format
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, pad_storage
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.activation import Channels
-from sgl_fp8rl.ops.channel import channel_linear
 from sgl_fp8rl.ops.reference import fp8_linear
 
 
-class LayerMethod:
-    """What our methods share: a layer goes to another one with the sizes and loaders that SGLang
-    asked for. A mixin; ``create_weights`` remembers its arguments in these."""
-
-    sizes: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def hand_over(self, layer: Any, method: Any, **options: Any) -> None:
-        """Give the layer another method, and its weights in the place of those that it has."""
-        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
-            delattr(layer, name)
-        layer.quant_method = method
-        method.create_weights(layer, *self.sizes, **self.options | options)
-
-    def keep_bf16(self, layer: Any, reason: str) -> None:
-        """Give the layer BF16 weights."""
-        layer.fp8rl_reason = reason
-        # SGLang chose the loader by the name of our class; BF16 parameters need the other
-        loader = layer.weight_loader
-        self.hand_over(layer, compat.UnquantizedLinearMethod(), weight_loader=loader)
-
-
-class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[misc]
+class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
     """Codes in ``weight`` [N, K] e4m3, scales in ``weight_scale_inv`` [N/128, K/128] FP32."""
 
     format: WeightFormat = BLOCK_FP8
@@ -73,9 +50,6 @@ class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[mi
         self.sizes, self.options = (cols, rows, input_size, output_size, *args), dict(kwargs)
         # Only here are the sizes of this rank known; the layer keeps BF16 as a whole.
         reason = BLOCK_FP8.refusal(rows, cols)
-        if reason is not None and self.quant_config.ragged == "channel":
-            self.hand_over(layer, FP8RLChannelLinearMethod(self.quant_config, self.prefix))
-            return
         if reason is not None and self.quant_config.ragged == "pad":
             found = shards(layer, cols, rows, input_size, output_size)
             if found is not None:
@@ -89,6 +63,17 @@ class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[mi
         if self.padding is not None:
             pad_storage(layer.weight, layer.weight_scale_inv, self.padding, BLOCK_FP8.block)
         mark(layer.weight, self.format)
+
+    def keep_bf16(self, layer: Any, reason: str) -> None:
+        """Give the layer BF16 weights, in the place of those that it has, with the sizes and
+        loaders that SGLang asked for."""
+        layer.fp8rl_reason = reason
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+            delattr(layer, name)
+        layer.quant_method = compat.UnquantizedLinearMethod()
+        # SGLang chose the loader by the name of our class; BF16 parameters need the other
+        options = self.options | {"weight_loader": layer.weight_loader}
+        layer.quant_method.create_weights(layer, *self.sizes, **options)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)
@@ -119,67 +104,6 @@ class FP8RLUE8M0LinearMethod(FP8RLLinearMethod):
     """With scales that are powers of two, of the activations too."""
 
     format = BLOCK_FP8_UE8M0
-
-
-class _Transposed(NamedTuple):
-    """What SGLang's ``apply`` reads of a layer."""
-
-    weight: torch.Tensor
-    """``[K, N]``."""
-    weight_scale: torch.Tensor
-
-
-class _ChannelLinear(LayerMethod):
-    """SGLang's own ``w8a8_fp8`` and ``w8a8_int8`` on fixed storage: codes in ``weight`` [N, K],
-    scales in ``weight_scale`` [N, 1] FP32.
-
-    SGLang's methods transpose the weight once it is loaded; here it stays ``[N, K]``, where updates
-    write, and each call is given the transposed view.
-    """
-
-    format: WeightFormat
-
-    def __init__(self, quant_config: Any, prefix: str) -> None:
-        super().__init__(quant_config)  # type: ignore[call-arg]
-        self.prefix = prefix
-        self.quant_config = quant_config  # SGLang's DeepSeek and GLM read it of shared experts
-
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        cols, rows = input_size_per_partition, output_partition_sizes
-        self.sizes, self.options = (cols, rows, *args), kwargs
-        reason = self.format.refusal(rows, cols)
-        if reason is not None:
-            self.keep_bf16(layer, reason)
-            return
-        super().create_weights(layer, cols, rows, *args, **kwargs)  # type: ignore[misc]
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing is repacked."""
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if layer.weight.device.type == "cpu":
-            return channel_linear(x, layer.weight, layer.weight_scale, bias)
-        seen = _Transposed(layer.weight.t(), layer.weight_scale)
-        return super().apply(seen, x, bias)  # type: ignore[misc, no-any-return]
-
-
-class FP8RLChannelLinearMethod(_ChannelLinear, compat.W8A8Fp8LinearMethod):  # type: ignore[misc]
-    """Channel FP8."""
-
-    format = CHANNEL_FP8
-
-
-class FP8RLInt8LinearMethod(_ChannelLinear, compat.W8A8Int8LinearMethod):  # type: ignore[misc]
-    """INT8."""
-
-    format = INT8
 
 
 def check_activations(format_: WeightFormat, dtype: torch.dtype | None) -> None:
@@ -226,8 +150,6 @@ def shards(
 METHODS: dict[str, Any] = {
     BLOCK_FP8.name: FP8RLLinearMethod,
     BLOCK_FP8_UE8M0.name: FP8RLUE8M0LinearMethod,
-    CHANNEL_FP8.name: FP8RLChannelLinearMethod,
-    INT8.name: FP8RLInt8LinearMethod,
 }
 """By format: what computes in a linear layer, and keeps a layer in BF16 by ``keep_bf16``."""
 

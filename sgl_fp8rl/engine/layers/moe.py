@@ -9,46 +9,11 @@ from torch import nn
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.gemm.experts import experts, fits, takes_codes
 from sgl_fp8rl.engine.layers.linear import check_activations, check_stock_kernels, keep_storage
-from sgl_fp8rl.formats import (
-    BLOCK_FP8,
-    BLOCK_FP8_UE8M0,
-    BLOCKS,
-    CHANNEL_FP8,
-    INT8,
-    mark,
-)
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCK_FP8_UE8M0, mark
 from sgl_fp8rl.formats.padding import Padding, Shard, fit_experts, pad_storage
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.activation import detach
-from sgl_fp8rl.ops.channel import channel_linear
 from sgl_fp8rl.ops.reference import fp8_experts, fp8_linear
-
-
-class _ChannelExperts:
-    """Codes in ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I], scales for each row."""
-
-    def __init__(self, quant_config: Any, prefix: str) -> None:
-        super().__init__(quant_config)  # type: ignore[call-arg]
-        self.prefix = prefix
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing is repacked."""
-
-    def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        x = dispatch_output.hidden_states
-        if layer.w13_weight.device.type != "cpu":
-            return super().apply(layer, dispatch_output)  # type: ignore[misc]
-        topk_weights, topk_ids, _ = dispatch_output.topk_output
-        out = experts_reference(layer, x, topk_weights, topk_ids)
-        return compat.StandardCombineInput(hidden_states=out)
-
-
-class FP8RLChannelMoEMethod(_ChannelExperts, compat.W8A8FP8MoEMethod):  # type: ignore[misc]
-    """Channel FP8."""
-
-
-class FP8RLInt8MoEMethod(_ChannelExperts, compat.W8A8Int8MoEMethod):  # type: ignore[misc]
-    """INT8."""
 
 
 class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
@@ -129,22 +94,8 @@ def fit(layer: Any, *, pads: bool) -> tuple[tuple[Padding, Padding] | None, str 
 METHODS: dict[str, Any] = {
     BLOCK_FP8.name: FP8RLMoEMethod,
     BLOCK_FP8_UE8M0.name: FP8RLUE8M0MoEMethod,
-    CHANNEL_FP8.name: FP8RLChannelMoEMethod,
-    INT8.name: FP8RLInt8MoEMethod,
 }
-"""By format: what computes in a layer of experts; without one, experts stay BF16."""
-
-
-def why_not(layer: Any, format_: WeightFormat, *, pads: bool) -> str | None:
-    """Why the experts of ``layer``, as in ``fit``, cannot be in a format."""
-    if format_.name not in METHODS:
-        return f"no layer of experts computes in {format_.name}"
-    if format_ in BLOCKS:
-        return fit(layer, pads=pads)[1]
-    if layer.with_bias or not layer.moe_runner_config.is_gated:
-        return f"experts with biases or without a gate cannot be {format_.name}"
-    reason = format_.experts_refusal(layer.hidden_size, layer.intermediate_size_per_partition)
-    return reason and f"expert {reason}"
+"""By format: what computes in a layer of experts."""
 
 
 _ACTIVATIONS: dict[str, Any] = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}
@@ -163,7 +114,7 @@ def experts_reference(
 
     Args:
         factor: of the sum. Not the layer's own: on a CPU SGLang's models apply that themselves.
-        power_of_two: of block FP8, the scales of activations are powers of two.
+        power_of_two: the scales of activations are powers of two.
 
     Returns:
         ``[M, H]`` in the dtype of ``x_MH``; the weighted sum is taken in FP32.
@@ -174,16 +125,13 @@ def experts_reference(
             f"experts with activation {config.activation!r} and apply_router_weight_on_input="
             f"{config.apply_router_weight_on_input} have no CPU reference; run them on a GPU"
         )
-    by_block = hasattr(layer, "w13_weight_scale_inv")
-    block_linear = partial(fp8_linear, power_of_two=power_of_two)
-    scales = "_scale_inv" if by_block else "_scale"
     out_MH = fp8_experts(
         x_MH,
-        (layer.w13_weight, getattr(layer, f"w13_weight{scales}")),
-        (layer.w2_weight, getattr(layer, f"w2_weight{scales}")),
+        (layer.w13_weight, layer.w13_weight_scale_inv),
+        (layer.w2_weight, layer.w2_weight_scale_inv),
         topk_weights_MT,
         topk_ids_MT,
         _ACTIVATIONS[config.activation],
-        block_linear if by_block else channel_linear,
+        partial(fp8_linear, power_of_two=power_of_two),
     )
     return (factor * out_MH).to(x_MH.dtype)

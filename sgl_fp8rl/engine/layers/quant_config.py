@@ -16,7 +16,7 @@ from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import compat
 from sgl_fp8rl.engine.layers import linear, moe
 from sgl_fp8rl.engine.layers.quant_name import overrides
-from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
+from sgl_fp8rl.formats import BLOCK_FP8, FORMATS, UNQUANTIZED, stored_format
 from sgl_fp8rl.formats.padding import padding_of
 from sgl_fp8rl.options import current_options
 
@@ -47,8 +47,7 @@ class LayerFormat:
 
 
 class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
-    """Quantized in the engine: block FP8 (128x128 weights, 1x128 activations, FP32 scales), or a
-    channel format."""
+    """Quantized in the engine: block FP8 (128x128 weights, 1x128 activations, FP32 scales)."""
 
     def __init__(self, ignored_layers: list[str] | None = None, **_: Any) -> None:
         super().__init__(
@@ -60,15 +59,13 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         options = current_options()
         self.patterns = (*options.ignored_layers, *self.ignored_layers)
         self.ragged = options.ragged
-        """What becomes of layers whose sides are not multiples of 128, in block FP8."""
-        self.formats = [CHOICES[options.format]]
-        """What layers are kept in: the first of these that a layer can be."""
+        """What becomes of layers whose sides are not multiples of 128."""
+        self.format = FORMATS[options.format]
+        """What layers are kept in."""
         if torch.cuda.is_available():
-            refused = self.formats[0].why_not_on(torch.cuda.get_device_capability())
+            refused = self.format.why_not_on(torch.cuda.get_device_capability())
             if refused is not None:
-                raise ValueError(f"this GPU has no kernels: {refused}; choose another fp8rl-format")
-        if self.formats[0] in BLOCKS and self.ragged == "channel":
-            self.formats.append(CHANNEL_FP8)
+                raise ValueError(f"this GPU has no kernels: {refused}; use another GPU")
 
     override_quantization_method = staticmethod(overrides)
 
@@ -94,13 +91,12 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             )
         ignored = config.get("ignored_layers") or config.get("modules_to_not_convert")
         made = cls(ignored_layers=list(ignored or ()))
-        (format_, *_) = made.formats
-        scales = format_.checkpoint.get("scale_fmt")
-        if format_ not in BLOCKS or scales not in (None, config.get("scale_fmt")):
+        scales = made.format.checkpoint.get("scale_fmt")
+        if scales not in (None, config.get("scale_fmt")):
             raise ValueError(
-                f"fp8rl-format {format_.name} is quantized from BF16 weights, but this checkpoint "
-                f"is block FP8 with scale_fmt {config.get('scale_fmt')}; start from the BF16 "
-                f"checkpoint"
+                f"fp8rl-format {made.format.name} is quantized from BF16 weights, but this "
+                f"checkpoint is block FP8 with scale_fmt {config.get('scale_fmt')}; start from the "
+                f"BF16 checkpoint"
             )
         return made
 
@@ -110,17 +106,15 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             if reason is None and layer.params_dtype != torch.get_default_dtype():
                 reason = f"it computes in {layer.params_dtype}"  # as some routers do
             if reason is None:
-                return linear.METHODS[self.formats[0].name](self, prefix)
+                return linear.METHODS[self.format.name](self, prefix)
             layer.fp8rl_reason = reason
             return compat.UnquantizedLinearMethod()
         if isinstance(layer, compat.FusedMoE):
             reason = self._why_not(prefix)
             if reason is None:
-                pads = self.ragged == "pad"
-                reasons = [moe.why_not(layer, format_, pads=pads) for format_ in self.formats]
-                if None in reasons:
-                    return moe.METHODS[self.formats[reasons.index(None)].name](self, prefix)
-                reason = "; ".join(filter(None, reasons))
+                _, reason = moe.fit(layer, pads=self.ragged == "pad")
+            if reason is None:
+                return moe.METHODS[self.format.name](self, prefix)
             layer.fp8rl_reason = reason
             return compat.UnquantizedFusedMoEMethod(
                 layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe
@@ -184,7 +178,7 @@ def list_layers(model: nn.Module) -> list[LayerFormat]:
         weight = own.get(attribute)
         if weight is None or weight.dim() < 2:
             continue
-        format_, shape, padding = stored_format(attribute, own), weight.shape, padding_of(weight)
+        format_, shape, padding = stored_format(weight), weight.shape, padding_of(weight)
         reason = None
         if format_ is UNQUANTIZED:
             reason = getattr(module, "fp8rl_reason", None) or _kind_reason(name, module)

@@ -47,7 +47,7 @@ def placed(route: Route, parameters: Mapping[str, torch.Tensor]) -> list[Route]:
 def gaps(parameters: Mapping[str, torch.Tensor]) -> Iterator[Constant]:
     """What padding holds: the codes and companions of zeros."""
     for name, (parameter, padding) in _padded(parameters).items():
-        format_ = stored_format(name, parameters)
+        format_ = stored_format(parameter)
         lead = whole(tuple(parameter.shape[:-2]))
         for suffix, zeros in format_.encode(torch.zeros(1, 1)).items():
             held = padding.in_blocks(format_.block) if suffix else padding

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.formats import (
-    ENGINE_ONLY,
-    FORMATS,
     QUANTIZED,
     UNQUANTIZED,
     split_name,
@@ -79,16 +77,16 @@ class RouteTable:
 
     def format_of(self, route: Route) -> WeightFormat:
         """The format of the storage that a route leads to."""
-        return stored_format(route.parameter, self.parameters)
+        return stored_format(self.parameters[route.parameter])
 
     def storage_of(self, parameter: str) -> tuple[WeightFormat, str]:
         """The format that a parameter is stored in, and its suffix there; ``""`` for codes."""
-        weight, suffix = split_name(parameter, ENGINE_ONLY)
+        weight, suffix = split_name(parameter)
         if suffix and weight in self.parameters:
-            format_ = stored_format(weight, self.parameters)
+            format_ = stored_format(self.parameters[weight])
             if suffix in format_.suffixes:
                 return format_, suffix
-        return stored_format(parameter, self.parameters), ""
+        return stored_format(self.parameters[parameter]), ""
 
     def is_quantized(self, source: str) -> bool:
         """Whether the engine quantizes this HF tensor."""
@@ -108,7 +106,7 @@ class RouteTable:
         """The HF tensors that a trainer may send as codes, by the name of the format."""
         found: dict[str, list[str]] = defaultdict(list)
         for source, routes in self.routes.items():
-            for name in {self.format_of(route).name for route in routes} & FORMATS.keys():
+            for name in {self.format_of(route).name for route in routes}:
                 if name != UNQUANTIZED.name:
                     found[name].append(source)
         return dict(found)
@@ -145,7 +143,7 @@ class RouteTable:
                 covered[route.parameter].append(route.dst)
                 blocks[route.parameter].append(self._check_format(route))
         for name, regions in blocks.items():
-            if stored_format(name, self.parameters) is not UNQUANTIZED and overlap(regions):
+            if stored_format(self.parameters[name]) is not UNQUANTIZED and overlap(regions):
                 raise RouteError(f"two tensors share a block of {name}; {_LEAVE}")
         for name, tensor in self.parameters.items():
             _, suffix = self.storage_of(name)
@@ -177,7 +175,7 @@ class RouteTable:
         total = sum(numel(region) for region in regions)
         if total == tensor.numel() and not overlap(regions):
             return
-        quantized = stored_format(name, self.parameters) is not UNQUANTIZED
+        quantized = stored_format(tensor) is not UNQUANTIZED
         if self.fallback and not quantized and total == 0:
             self.by_loader.add(name)
             return

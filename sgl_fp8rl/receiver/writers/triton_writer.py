@@ -13,11 +13,9 @@ from sgl_fp8rl.formats.weight_format import (
     NOT_FINITE,
     NOT_POSITIVE,
     NOT_POWERS,
-    ROW,
     WEIGHT_DTYPES,
     WeightFormat,
 )
-from sgl_fp8rl.ops.channel_triton import compile_rows
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor, interleave
 from sgl_fp8rl.ops.delta_scatter_triton import Scatter
 from sgl_fp8rl.ops.regions import Region, strides_of, whole
@@ -215,14 +213,7 @@ class TritonWriter(WeightWriter):
         return launches
 
     def _compile(self, descriptors: Iterable[CopyDescriptor]) -> list[Launch]:
-        blocks: list[CopyDescriptor] = []
-        rows: list[CopyDescriptor] = []
-        for descriptor in descriptors:
-            (blocks if descriptor.kept is None else rows).append(descriptor)
-        return [
-            *compile_descriptors(blocks, self._device, self.dtype),
-            *compile_rows(rows, self._device, self.dtype),
-        ]
+        return compile_descriptors(descriptors, self._device, self.dtype)
 
     def _block_rows(self, name: str) -> int | None:
         """Rows of a block of a matrix that is quantized as it is written; None of another."""
@@ -264,10 +255,9 @@ class TritonWriter(WeightWriter):
             if clipped is not None:
                 src, dst = clipped
                 format_ = self.table.format_of(route)
-                scales = kept = None
+                scales = None
                 stored, _ = self.table.storage_of(route.parameter)
                 if self._quantizes(format_, spec.dtype):
-                    kept = src[-1] if format_.block[1] == ROW else None
                     # what is not of this rank is written, too, and zeroed as the update finishes
                     src, dst = format_.cover_copy(src, dst, shape)
                     (start, stop), *rest = src
@@ -284,7 +274,6 @@ class TritonWriter(WeightWriter):
                     segment=segment,
                     positive=self.manifest.is_companion(name),
                     tag=self._tags[name],
-                    kept=kept,
                     power_of_two=stored.power_of_two_scales,
                 )
 

@@ -20,16 +20,13 @@ def check_device() -> Iterator[Check]:
         return
     driver = _driver_version()
     chosen = importlib.import_module("sgl_fp8rl.options").read_options().format
-    format_ = importlib.import_module("sgl_fp8rl.formats").CHOICES[chosen]
+    format_ = importlib.import_module("sgl_fp8rl.formats").FORMATS[chosen]
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         name = f"{torch.cuda.get_device_name(index)}, SM {capability[0]}.{capability[1]}, {driver}"
         label = f"device cuda:{index}"
         if refused := format_.why_not_on(capability):
-            others = importlib.import_module("sgl_fp8rl.formats").CHOICES.items()
-            able = [option for option, other in others if not other.why_not_on(capability)]
-            remedy = f"set FP8RL_FORMAT={able[-1]}" if able else "use another GPU"
-            yield Check(label, "fail", f"{name}: {refused}; {remedy}")
+            yield Check(label, "fail", f"{name}: {refused}; use another GPU")
         elif capability[0] != 9:
             yield Check(label, "warn", f"{name}: {chosen}, but untested; tested is SM 9.0")
         else:

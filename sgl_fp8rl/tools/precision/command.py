@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from sgl_fp8rl.formats import CHOICES
+from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.tools.precision import fake_quant, report, search, tokens
 from sgl_fp8rl.tools.precision.groups import Group, fp8_groups
 from sgl_fp8rl.tools.precision.replay import Replay
@@ -49,7 +49,7 @@ def run(options: Namespace) -> None:
     try:
         model = load(options.model, device, getattr(torch, options.dtype))
         # fails now, not after sampling
-        groups = fp8_groups(model, CHOICES[options.format], options.ragged)
+        groups = fp8_groups(model, FORMATS[options.format], options.ragged)
         found = measure(model, groups, texts_of(model, options), options)
     except torch.OutOfMemoryError:
         raise ValueError(

@@ -2,8 +2,8 @@
 read K and V as from an FP8 KV cache.
 
 The arithmetic is that of the engine's reference implementation: weights quantized in 128x128
-blocks, activations per token and 128 channels, or both by rows; GEMMs in FP32, results in the
-model's dtype. A GPU engine sums in another order and may differ by an ulp of a scale.
+blocks, activations per token and 128 channels; GEMMs in FP32, results in the model's dtype. A GPU
+engine sums in another order and may differ by an ulp of a scale.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sgl_fp8rl.formats import BLOCKS
-from sgl_fp8rl.ops.channel import channel_linear
 from sgl_fp8rl.ops.reference import BLOCK, Weight, fp8_experts, fp8_linear
 from sgl_fp8rl.tools.precision.groups import Group
 from sgl_fp8rl.tools.precision.tokens import Sequences
@@ -61,7 +59,6 @@ def _linear(module: Any, group: Group) -> Forward:
 
 def _experts(module: Any, group: Group) -> Forward:
     check_experts(module, group.name)
-    is_block = group.format in BLOCKS
     linear = _product(group)
 
     def forward(
@@ -70,7 +67,7 @@ def _experts(module: Any, group: Group) -> Forward:
         gate_up_E2IH, down_EHI = module.gate_up_proj.detach(), module.down_proj.detach()
         # gate and up begin with a block each, as in the engine
         rest = -down_EHI.shape[-1] % BLOCK
-        if rest and is_block:
+        if rest:
             halves = F.pad(gate_up_E2IH.unflatten(1, (2, -1)), (0, 0, 0, rest))
             gate_up_E2IH, down_EHI = halves.flatten(1, 2), F.pad(down_EHI, (0, rest))
         w13, w2 = _quantized(gate_up_E2IH, group), _quantized(down_EHI, group)
@@ -81,8 +78,6 @@ def _experts(module: Any, group: Group) -> Forward:
 
 
 def _product(group: Group) -> Forward:
-    if group.format not in BLOCKS:
-        return channel_linear
     return partial(fp8_linear, power_of_two=group.format.power_of_two_scales)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8
+from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.padding import BF16_BYTES, Shard, fit, fit_experts
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from trainer_bridge.fp8.fp8_layers import is_experts
@@ -70,9 +70,8 @@ def fp8_groups(
 
     Args:
         model: a causal language model of transformers 5.
-        format_: one of ``CHOICES``.
-        ragged: one of ``RAGGED``: what becomes of layers whose sizes are not multiples of 128, in
-            block FP8.
+        format_: one of ``BLOCKS``.
+        ragged: one of ``RAGGED``: what becomes of layers whose sizes are not multiples of 128.
 
     Raises:
         ValueError: it has a layer of which the engine's name is not known, or none that is FP8.
@@ -85,22 +84,17 @@ def fp8_groups(
             if engine_name is not None:
                 found[engine_name].append(module)
     config: Any = model.config
-    formats = [format_]
-    if format_ in BLOCKS and ragged == "channel":
-        formats.append(CHANNEL_FP8)
     groups, reasons = [], []
     for name, modules in found.items():
-        refused = {each: _why_bf16(name, modules, config, each, ragged) for each in formats}
-        able = [each for each, reason in refused.items() if reason is None]
-        if able:
+        if (reason := _why_bf16(name, modules, config, pads=ragged == "pad")) is None:
             (layer,) = _LAYER.findall(name)
-            groups.append(Group(name, int(layer), tuple(modules), able[0]))
+            groups.append(Group(name, int(layer), tuple(modules), format_))
         else:
-            reasons.append("; ".join(filter(None, refused.values())))
+            reasons.append(reason)
     if not groups:
         raise ValueError(
             f"no layer of this model would run in {format_.name}, of {len(found)}: "
-            f"{next(iter(reasons), 'it has none')}; choose another --format or --ragged"
+            f"{next(iter(reasons), 'it has none')}; choose another --ragged"
         )
     return sorted(groups, key=lambda group: group.layer)
 
@@ -128,22 +122,19 @@ def _engine_name(name: str, family: str) -> str | None:
     return f"{base}.{_STACKED.get(leaf, leaf)}"
 
 
-def _why_bf16(
-    name: str, modules: list[nn.Module], config: Any, format_: WeightFormat, ragged: str
-) -> str | None:
-    """Why the engine does not keep a layer in the format."""
-    is_padded = format_ in BLOCKS and ragged == "pad"
+def _why_bf16(name: str, modules: list[nn.Module], config: Any, *, pads: bool) -> str | None:
+    """Why the engine keeps a layer in BF16."""
     if is_experts(modules[0]):
         *_, down = _matrices(modules[0])
         *_, hidden, size = down.shape
-        if is_padded:
-            return fit_experts(BLOCK_FP8, hidden, Shard(size))[1]
-        return format_.experts_refusal(hidden, size)
+        if not pads:
+            return BLOCK_FP8.refusal([size], hidden)
+        return fit_experts(BLOCK_FP8, hidden, Shard(size))[1]
     rows, cols = zip(*(weight.shape for m in modules for weight in _matrices(m)), strict=True)
     if len(modules) == 1:  # stacked in the checkpoint already
         rows = _parts(name, rows[0], config)
-    if not is_padded:
-        return format_.refusal(rows, cols[0])
+    if not pads:
+        return BLOCK_FP8.refusal(rows, cols[0])
     return fit(BLOCK_FP8, [Shard(size) for size in rows], Shard(cols[0]))[1]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sgl_fp8rl import formats
-from sgl_fp8rl.formats import ENGINE_ONLY, FORMATS
+from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.formats.weight_format import NOT_FINITE, Encoded, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.regions import Region
 from sgl_fp8rl.protocol import manifest
@@ -63,10 +63,7 @@ class Stepped(WeightFormat):
 
 OTHER = Stepped()
 
-_SENT = [*FORMATS.values(), OTHER]
-every_format = pytest.mark.parametrize("fmt", [*_SENT, *ENGINE_ONLY], ids=lambda f: f.name)
-sent_format = pytest.mark.parametrize("fmt", _SENT, ids=lambda f: f.name)
-"""Of codes that an update may bring."""
+every_format = pytest.mark.parametrize("fmt", [*FORMATS.values(), OTHER], ids=lambda f: f.name)
 
 
 def register(monkeypatch: pytest.MonkeyPatch) -> WeightFormat:

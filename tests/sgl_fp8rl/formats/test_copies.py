@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.formats import BLOCK_FP8_UE8M0, BLOCKS, ENGINE_ONLY, FORMATS, UNQUANTIZED, format_of
+from sgl_fp8rl.formats import BLOCK_FP8_UE8M0, BLOCKS, UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import BLOCK, CopyDescriptor, group_descriptors
@@ -20,7 +20,7 @@ from sgl_fp8rl.protocol.chunks import cut_into_chunks
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.receiver.routes.routes import RouteTable
 from sgl_fp8rl.receiver.writers import triton_writer
-from tests.sgl_fp8rl.formats.other_format import every_format, sent_format
+from tests.sgl_fp8rl.formats.other_format import every_format
 from tests.sgl_fp8rl.formats.test_conformance import BF16, assert_same, bits, stored, weight
 from trainer_bridge.sources.parameters import sources
 from trainer_bridge.transfer.packer import QuantizePacker
@@ -47,18 +47,12 @@ class TorchLaunch:
             if not given.scales:
                 boxed(*where).copy_(source)
                 continue
-            encoded = self._format(given).encode(source.to(self.dtype))
-            first, last = given.kept or (0, given.cols)
-            boxed(*where)[:, first:last].copy_(encoded.pop("")[:, first:last])
+            fmt = BLOCK_FP8_UE8M0 if given.power_of_two else format_of(given.target_dtype)
+            encoded = fmt.encode(source.to(self.dtype))
+            boxed(*where).copy_(encoded.pop(""))
             (scales,) = encoded.values()
             strided = (*scales.shape, given.scale_stride)
             boxed(given.scales, strided, scales.dtype).copy_(scales)
-
-    @staticmethod
-    def _format(given: CopyDescriptor) -> WeightFormat:
-        if given.kept is None:
-            return BLOCK_FP8_UE8M0 if given.power_of_two else format_of(given.target_dtype)
-        return next(fmt for fmt in ENGINE_ONLY if given.target_dtype in fmt.dtypes)
 
 
 def boxed(address: int, box: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -81,12 +75,11 @@ def compile_in_torch(
 def test_the_writer_of_a_gpu_describes_what_the_other_writer_writes(
     fmt: WeightFormat, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for compiler in ("compile_descriptors", "compile_rows"):
-        monkeypatch.setattr(triton_writer, compiler, compile_in_torch)
+    monkeypatch.setattr(triton_writer, "compile_descriptors", compile_in_torch)
     original, table = weight(*shape), stored(fmt, shape)
     expected = fmt.encode(original)
     encoded = {f"w{s}": t for s, t in expected.items()}
-    for tensors in ({"w": original}, *([encoded] if fmt.name in FORMATS else [])):
+    for tensors in ({"w": original}, encoded):
         for parameter in table.parameters.values():
             parameter.zero_()
         manifest = describe(tensors.items(), 1 << 17)
@@ -102,7 +95,7 @@ def test_the_writer_of_a_gpu_describes_what_the_other_writer_writes(
         assert_same(found, expected)
 
 
-@sent_format
+@every_format
 @pytest.mark.parametrize("shape", [(384, 256), (300, 200), (3, 256, 128)])
 def test_a_packer_lays_out_what_is_encoded(
     fmt: WeightFormat, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -135,7 +128,7 @@ def launched(table: RouteTable, tensors: Any, monkeypatch: pytest.MonkeyPatch) -
     return launch  # type: ignore[no-any-return]
 
 
-@sent_format
+@every_format
 def test_what_is_quantized_keeps_its_box_and_what_is_copied_is_cut_anew(
     fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:

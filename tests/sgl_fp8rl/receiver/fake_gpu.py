@@ -55,11 +55,6 @@ class Interpreter:
         self.compiled += 1
         return [FakeLaunch(self, self.damage(list(descriptors)), dtype)]
 
-    def compile_rows(
-        self, descriptors: Iterable[CopyDescriptor], device: torch.device, dtype: torch.dtype
-    ) -> list["FakeLaunch"]:
-        return [FakeLaunch(self, listed, dtype)] if (listed := list(descriptors)) else []
-
     @property
     def readable(self) -> Spans:
         """What the trainer shared, and staging memory."""
@@ -105,8 +100,8 @@ class FakeLaunch:
 
     def _write(self, descriptor: CopyDescriptor, x: torch.Tensor, status: Status) -> None:
         writable = self.interpreter.writable + self.interpreter.staging
-        is_code = descriptor.target_dtype in (FP8, torch.int8)
-        quantize = is_code and descriptor.source_dtype != descriptor.target_dtype
+        is_code = descriptor.target_dtype == FP8
+        quantize = is_code and descriptor.source_dtype != FP8
         assert (descriptor.scales != 0) == quantize
         x = x.to(self.dtype if quantize else descriptor.target_dtype)
         bad = ~torch.isfinite(x.float()) | (x.float() <= 0 if descriptor.positive else False)
@@ -115,24 +110,14 @@ class FakeLaunch:
             if quantize:  # else it is written as it is
                 x = torch.nan_to_num(x.float(), 0.0, 0.0, 0.0).to(x.dtype)
         size = descriptor.target_dtype.itemsize
-        first, last = descriptor.kept or (0, descriptor.cols)
-        target = box(
-            writable,
-            descriptor.target + first * size,
-            descriptor.rows,
-            last - first,
-            descriptor.target_stride,
-            size,
-        )
+        shape = descriptor.rows, descriptor.cols, descriptor.target_stride
+        target = box(writable, descriptor.target, *shape, size)
         if not quantize:
             target[:] = x.contiguous().view(torch.uint8).numpy().reshape(target.shape)
             return
         weight = x.float().numpy()
-        if descriptor.kept is None:
-            codes, scale = self.quantize(weight)
-        else:
-            codes, scale = oracle.quantize_rows(weight, int8=descriptor.target_dtype == torch.int8)
-        target[:] = codes.view(np.uint8)[:, first:last]
+        codes, scale = self.quantize(weight)
+        target[:] = codes.view(np.uint8)
         scales = box(writable, descriptor.scales, *scale.shape, descriptor.scale_stride, 4)
         scales[:] = np.ascontiguousarray(scale).view(np.uint8)
 
@@ -300,7 +285,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
         return memory
 
     monkeypatch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
-    monkeypatch.setattr(triton_writer, "compile_rows", interpreter.compile_rows)
     monkeypatch.setattr(triton_writer, "Scatter", partial(FakeScatter, interpreter))
     monkeypatch.setattr(triton_writer, "DeviceMemory", stage)
     monkeypatch.setattr(triton_writer, "gpu_uuid", lambda device: GPUS[1])

@@ -31,7 +31,7 @@ from tests.sgl_fp8rl.receiver.fake_gpu import (
     in_place,
     span_of,
 )
-from tests.sgl_fp8rl.receiver.toy import BF16, FP8, Model, Weights
+from tests.sgl_fp8rl.receiver.toy import BF16, FP8
 
 gpu = fake_gpu.gpu
 CPU = torch.device("cpu")
@@ -266,52 +266,6 @@ def test_what_is_mapped_is_read_where_it_lies(
             assert elsewhere == 1
         elif tp == 1 or rows < 128:  # else this rank may keep no rows of a cut block
             assert elsewhere > 1
-
-
-BY_ROW: toy.Shapes = {"up": (300, 208), "down": (130, 208), "norm": (300,)}
-
-
-def by_row(rank: int, dtype: torch.dtype) -> Model:
-    """Half of the rows of one matrix, half of the columns of the other, with a scale for each
-    row."""
-    half = {"up": (slice(150 * rank, 150 * rank + 150),)}
-    half["down"] = (slice(None), slice(104 * rank, 104 * rank + 104))
-    storage = {"norm": torch.zeros(300, dtype=BF16)}
-    for name, shape in (("up", (150, 208)), ("down", (130, 104))):
-        storage[name] = torch.zeros(shape).to(dtype)
-        storage[f"{name}_scale"] = torch.full((shape[0], 1), -1.0)
-
-    def load(model: Model, named: Weights) -> None:
-        for name, weight in named:
-            model.data(name).copy_(weight[half.get(name, (slice(None),))])
-
-    return Model(storage, load)
-
-
-@pytest.mark.parametrize("rows", [1 << 20, 64, 3])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("dtype", [FP8, torch.int8], ids=["fp8", "int8"])
-@pytest.mark.parametrize("mapped", [("up", "down"), ("up",), ()], ids=len)
-def test_a_scale_is_that_of_the_whole_row_on_each_rank(
-    gpu: Interpreter, mapped: tuple[str, ...], dtype: torch.dtype, rank: int, rows: int
-) -> None:
-    """In the trainer's memory, wherever its ranks cut the rows apart, and through the bucket."""
-    weights = engine(gpu, by_row(rank, dtype), BY_ROW)
-    tensors = toy.checkpoint(shapes=BY_ROW)
-    tensors["down"][:, 0] = 64.0  # the scale of each row is this rank's or the other's
-    session = toy.begin(weights, tensors, chunk_bytes=1 << 17, mapped=mapped)
-    there = {name: tensors[name] for name in mapped}
-    weights.memory.segments = in_place(gpu, there, 64, rows)
-    toy.write(session, tensors)
-    session.finish()
-    found = toy.contents(weights.model)
-    for name, axis in (("up", 0), ("down", 1)):
-        whole_ = oracle.quantize_rows(tensors[name].float().numpy(), int8=dtype == torch.int8)
-        codes = np.split(whole_[0], 2, axis)[rank]
-        scales = np.split(whole_[1], 2)[rank] if axis == 0 else whole_[1]
-        assert found[name].tobytes() == codes.tobytes()
-        assert found[f"{name}_scale"].tobytes() == scales.tobytes()
-    assert not gpu.joined  # no row lies on several ranks of the trainer
 
 
 def test_places_are_checked_before_they_are_read(gpu: Interpreter) -> None:

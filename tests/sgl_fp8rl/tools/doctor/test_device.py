@@ -21,12 +21,6 @@ from sgl_fp8rl.tools.doctor import device, selftest
         ("block-fp8", (10, 0), "warn"),
         ("block-fp8-ue8m0", (8, 0), "fail"),
         ("block-fp8-ue8m0", (9, 0), "ok"),
-        ("channel-fp8", (8, 0), "fail"),
-        ("channel-fp8", (9, 0), "ok"),
-        ("int8", (7, 5), "fail"),
-        ("int8", (8, 0), "warn"),
-        ("int8", (9, 0), "ok"),
-        ("int8", (10, 0), "fail"),
     ],
 )
 def test_gpus(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS, CHANNEL_FP8, INT8
+from sgl_fp8rl.formats import BLOCK_FP8, BLOCKS
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 from sgl_fp8rl.tools.precision import fake_quant
@@ -28,16 +28,15 @@ def drawn(*shape: int) -> torch.Tensor:
 def exact(fmt: WeightFormat, linear: nn.Linear, x_MK: torch.Tensor) -> oracle.F64:
     weight, x = linear.weight.float().detach().numpy(), x_MK.float().numpy()
     bias = None if linear.bias is None else linear.bias.float().detach().numpy()
-    if fmt is BLOCK_FP8:
-        return oracle.linear(x, *oracle.quantize_weight(weight), bias)
-    return oracle.channel_linear(x, *oracle.quantize_rows(weight, int8=fmt is INT8), bias)
+    power_of_two = fmt.power_of_two_scales
+    parts = oracle.quantize_weight(weight, power_of_two=power_of_two)
+    return oracle.linear(x, *parts, bias, power_of_two=power_of_two)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("fmt", [BLOCK_FP8, CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
 def test_a_linear(fmt: WeightFormat, has_bias: bool) -> None:
-    cols = 256 if fmt is BLOCK_FP8 else 250
-    linear, x = nn.Linear(cols, 384, bias=has_bias, dtype=torch.bfloat16), drawn(2, 5, cols)
+    linear, x = nn.Linear(256, 384, bias=has_bias, dtype=torch.bfloat16), drawn(2, 5, 256)
     before = linear(x)
     with fake_quant.fp8([Group("a", 0, (linear,), fmt)]):
         got = linear(x)
@@ -49,12 +48,12 @@ def test_a_linear(fmt: WeightFormat, has_bias: bool) -> None:
     found, wanted = got.float().detach().flatten(0, 1).numpy(), exact(fmt, linear, x.flatten(0, 1))
     error = np.abs(found - wanted)
     assert (error <= BF16_ROUNDING * np.abs(wanted) + 1e-5).all()
-    # the control: another format's codes
-    other = exact(CHANNEL_FP8 if fmt is INT8 else INT8, linear, x.flatten(0, 1))
+    (another,) = (each for each in BLOCKS if each is not fmt)  # the control
+    other = exact(another, linear, x.flatten(0, 1))
     assert np.abs(found - other).mean() > 2 * error.mean()
 
 
-@pytest.mark.parametrize("fmt", [*BLOCKS, CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_ragged"])
 def test_experts_are_those_of_a_cpu_engine(family: str, fmt: WeightFormat, load: Load) -> None:
     """Padded or not: each half of gate_up is quantized by itself."""
@@ -72,7 +71,7 @@ def test_experts_are_those_of_a_cpu_engine(family: str, fmt: WeightFormat, load:
     assert torch.equal(experts(x, ids, weights), before) and not torch.equal(got, before)
     parameters: Any = dict(experts.named_parameters())
     size = parameters["down_proj"].shape[-1]
-    padded = -(-size // 128) * 128 if fmt in BLOCKS else size
+    padded = -(-size // 128) * 128
     up, down = torch.zeros(4, 2 * padded, 256), torch.zeros(4, 256, padded)
     for half in range(2):
         rows = parameters["gate_up_proj"][:, half * size :][:, :size]
@@ -88,9 +87,8 @@ def test_experts_are_those_of_a_cpu_engine(family: str, fmt: WeightFormat, load:
     power_of_two = fmt.power_of_two_scales
     want = experts_reference(layer, x, weights, ids, power_of_two=power_of_two)
     assert torch.equal(got, want)
-    if fmt in BLOCKS:  # the control
-        other = experts_reference(layer, x, weights, ids, power_of_two=not power_of_two)
-        assert not torch.equal(got, other)
+    other = experts_reference(layer, x, weights, ids, power_of_two=not power_of_two)
+    assert not torch.equal(got, other)  # the control
 
 
 def test_experts_of_another_form_are_refused(load: Load) -> None:

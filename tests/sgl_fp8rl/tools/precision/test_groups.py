@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
-from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8
+from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.tools.precision.groups import fp8_groups
 from tests.engine import models
 from tests.engine.test_families import LAYERS
@@ -64,13 +64,11 @@ def test_ragged_layers_follow_the_engines_option(load: Load) -> None:
     model, ragged = load("qwen3_ragged"), {"qkv_proj", "o_proj"}
     found = {
         option: {g.name.rpartition(".")[2]: g.format.name for g in groups}
-        for option in ("pad", "channel", "bf16")
+        for option in ("pad", "bf16")
         for groups in (fp8_groups(model, ragged=option),)
     }
     assert set(found["pad"].values()) == {BLOCK_FP8.name}
-    assert {name for name, kept in found["channel"].items() if kept != BLOCK_FP8.name} == ragged
-    assert {found["channel"][name] for name in ragged} == {CHANNEL_FP8.name}
-    assert found["pad"].keys() == found["channel"].keys() == found["bf16"].keys() | ragged
+    assert found["pad"].keys() == found["bf16"].keys() | ragged
     assert not found["bf16"].keys() & ragged
 
 
