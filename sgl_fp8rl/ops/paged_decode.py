@@ -34,13 +34,11 @@ class Codes:
         k_SHD, v_SHD = self.k_SHD[:, heads], self.v_SHD[:, heads]
         return Codes(k_SHD, v_SHD, k_scale_H, v_scale_H, token_scales_HS)
 
-    def values(
-        self, slots_T: torch.Tensor, dtype: torch.dtype = torch.float32
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def values(self, slots_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of these slots, ``[T, H, D]``."""
         # as bytes: not every torch version and device can index FP8
         k_THD, v_THD = (
-            x_SHD.view(torch.uint8)[slots_T].view(x_SHD.dtype).to(dtype)
+            x_SHD.view(torch.uint8)[slots_T].view(x_SHD.dtype).float()
             for x_SHD in (self.k_SHD, self.v_SHD)
         )
         if self.token_scales_HS is None:
@@ -49,7 +47,7 @@ class Codes:
         else:
             bits_TH1 = self.token_scales_HS[:, slots_T].t()[..., None]
             k_scale, v_scale = (x.view(torch.float32) for x in (bits_TH1 << 16, bits_TH1 & -65536))
-        return k_THD * k_scale.to(dtype), v_THD * v_scale.to(dtype)
+        return k_THD * k_scale, v_THD * v_scale
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sgl_fp8rl.protocol.policy import RUN_LENGTH, Policy
 from sgl_fp8rl.protocol.states import IN_FLIGHT
 from sgl_fp8rl.protocol.values import excerpt
 
-PROTOCOL = 14
+PROTOCOL = 15
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a slot of the bucket is a multiple of it, as device memory is aligned."""

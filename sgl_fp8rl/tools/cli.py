@@ -78,15 +78,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"what happens to running requests (default {ABORT})",
     )
     follow.add_argument("--once", action="store_true", help="end when the engines are up to date")
-
-    report = commands.add_parser("kv-report", help="report scales and errors of an FP8 KV cache")
-    report.add_argument("source", help="an engine's http:// address, or a file from --json")
-    report.add_argument("--json", metavar="FILE", type=Path, help="save the reply and the report")
-    report.add_argument(
-        "--observe",
-        action="store_true",
-        help="print no report; have the engine measure the error of its next prefills",
-    )
     return parser
 
 
@@ -143,25 +134,6 @@ def _precision(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _kv_report(arguments: argparse.Namespace) -> int:
-    from sgl_fp8rl.tools import kv_report
-    from trainer_bridge.engines.engine_client import EngineError
-
-    try:
-        if arguments.observe:
-            tokens = kv_report.observe(arguments.source)
-            print(f"the next {tokens} prefilled tokens are measured; run kv-report after them")
-            return 0
-        reply = kv_report.read(arguments.source)
-        lines = kv_report.lines_of(reply)
-        print(kv_report.render(reply, lines))
-        if arguments.json:
-            arguments.json.write_text(kv_report.as_json(reply, lines))
-    except (EngineError, OSError, ValueError) as error:
-        sys.exit(f"sgl-fp8rl kv-report: {error}")
-    return 0
-
-
 def _export(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
@@ -208,7 +180,6 @@ RUN = {
     "doctor": lambda arguments: doctor.run(arguments.json),
     "export": _export,
     "follow": _follow,
-    "kv-report": _kv_report,
     "layers": _layers,
     "plan": plan.run,
     "precision": _precision,

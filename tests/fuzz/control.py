@@ -40,7 +40,7 @@ BEGIN = {
     "retry": False,
     "engines": 2,
 }
-OPS = "layout status layers tensors digest code_sums kv kv_observe end"
+OPS = "layout status layers tensors digest code_sums kv end"
 SEEDS = (
     *({"op": op} for op in OPS.split()),
     *(BEGIN, {**BEGIN, "manifest": MANIFEST.to_json()}),

@@ -1,19 +1,15 @@
-"""``sgl-fp8rl layers`` and ``kv-report``: what they print, and what a real engine answers."""
+"""``sgl-fp8rl layers``: what it prints, and what a real engine answers."""
 
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sgl_fp8rl.tools import cli, kv_report
+from sgl_fp8rl.tools import cli
 from tests.engine.models import make_checkpoint
-from tests.sgl_fp8rl.kv.test_kv_report import a_reply
 
 LAYERS: list[dict[str, Any]] = [
     {"name": name, "format": kept, "reason": why, "shape": [384, 256], **padded}
@@ -53,71 +49,6 @@ def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(SystemExit, match="SGLang"):
         cli.main(["layers", "some/model"])
-
-
-KEY = "a shared secret"
-
-
-class FakeEngine(BaseHTTPRequestHandler):
-    """The control route of a server that has a key."""
-
-    def do_POST(self) -> None:
-        message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        replies = {"kv": a_reply(), "kv_observe": {"tokens": 4096}}
-        status, reply = 200, replies[message["op"]]
-        if self.headers["Authorization"] != f"Bearer {KEY}" or self.path != "/fp8rl":
-            status, reply = 401, {"error": "the key is missing or wrong"}
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(reply).encode())
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing among the test's output."""
-
-
-@pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("FP8RL_KEY", KEY)
-    with HTTPServer(("127.0.0.1", 0), FakeEngine) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_kv_report_of_an_engine(
-    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved = tmp_path / "kv.json"
-    assert cli.main(["kv-report", address, "--json", str(saved)]) == 0
-    table = capsys.readouterr().out
-    assert kv_report.render(a_reply(), kv_report.lines_of(a_reply())) in table
-    assert json.loads(saved.read_text()).items() >= a_reply().items()
-    assert cli.main(["kv-report", str(saved)]) == 0
-    assert capsys.readouterr().out == table
-
-
-def test_kv_report_asks_to_observe(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["kv-report", address, "--observe"]) == 0
-    assert capsys.readouterr().out.split()[2] == "4096"
-
-
-def test_kv_report_faults_are_sentences(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = tmp_path / "kv.json"
-    saved.write_text(json.dumps(a_reply()))
-    monkeypatch.delenv("FP8RL_KEY")
-    for arguments, fault in (
-        ([address], "FP8RL_KEY|key is missing"),
-        (["http://127.0.0.1:1"], r"http://127\.0\.0\.1:1\b"),
-        ([str(tmp_path), "--observe"], "http://.*--observe"),
-        ([str(tmp_path / "none.json")], r"none\.json.*kv-report --json"),
-        ([str(saved), "--json", str(tmp_path / "none" / "kv.json")], "No such file or directory"),
-    ):
-        with pytest.raises(SystemExit, match=fault):
-            cli.main(["kv-report", *arguments])
 
 
 @pytest.mark.engine

@@ -56,8 +56,8 @@ ADVICE = {
     "token weights, or lower rollout_is_threshold",
     "masked_fraction": "most tokens are rejected; widen the bounds of rollout_rs, or lower the "
     "mismatch itself",
-    "kv_clipped": "the FP8 KV cache clips this share of a layer's K or V; see sgl-fp8rl kv-report, "
-    "and have the scales measured again, or send larger ones",
+    "kv_clipped": "the FP8 KV cache clips this share of a layer's K or V; have the scales measured "
+    "again, or send larger ones",
 }
 """The metrics that have an alarm, and the remedies."""
 

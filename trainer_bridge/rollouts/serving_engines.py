@@ -122,8 +122,8 @@ def clipped_by(serving: Sequence[ServingEngine]) -> float | None:
     shares = [share for share in found if isinstance(share, float)]
     if (most := max(shares, default=0.0)) > KV_CLIPPED:
         logger.warning(
-            "rollout: an FP8 KV cache clipped %.2g of a layer's K or V; see sgl-fp8rl kv-report, "
-            "and have the scales measured again, or send larger ones",
+            "rollout: an FP8 KV cache clipped %.2g of a layer's K or V; have the scales measured "
+            "again, or send larger ones",
             most,
         )
     return most if shares else None

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_fp8rl.engine.control.kv_calibrate import calibrate
-from sgl_fp8rl.receiver.kv.quant_error import observe
 from sgl_fp8rl.receiver.kv.quantized import Caches, LayerKV, layer_kv
 from sgl_fp8rl.receiver.kv.scales import ScaledLayer
 
@@ -62,16 +61,13 @@ class Call(NamedTuple):
         return buffers  # type: ignore[no-any-return]
 
     def store_prefill(self, read_back: bool = False) -> Caches | None:
-        """``store``; where that is due, scales are measured before it and the error after it."""
+        """``store``; where that is due, scales are measured before it."""
         if not self._stores:
             return None
         if self.mine.is_due:
             assert isinstance(self.mine, ScaledLayer)
             calibrate(self.mine, self.k, self.v)
-        codes = self.store(read_back)
-        if self.mine.is_observed:
-            observe(self.mine, self.k, self.v, self.forward_batch.out_cache_loc, self.caches)
-        return codes
+        return self.store(read_back)
 
     def store(self, read_back: bool = False) -> Caches | None:
         """Write the codes into the pool's buffers, instead of SGLang's unsaturated cast.

@@ -79,7 +79,7 @@ class Control:
                 raise ControlError("an update is under way; wait for its end", 409)
             if op == "begin":
                 return await self._begin(message, is_gone)
-            if op in ("layers", "tensors", "digest", "code_sums", "kv", "kv_observe"):
+            if op in ("layers", "tensors", "digest", "code_sums", "kv"):
                 return await self._schedulers.ask({"op": op})
             if op == "export_layout":
                 return await self._schedulers.ask(message)

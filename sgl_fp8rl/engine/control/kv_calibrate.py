@@ -65,7 +65,7 @@ def watch_forward(original: Any, runner: Any, forward_batch: Any, *args: Any, **
     requests are recognized by their ids.
     """
     scales: QuantizedKV | None = getattr(runner.model, "fp8rl_kv", None)
-    if scales is None or not (scales.is_pending or any(scales.to_observe)):
+    if scales is None or not scales.is_pending:
         return original(runner, forward_batch, *args, **kw)
     real = not all(map(is_internal, forward_batch.rids or ()))
     scales.measuring = real and forward_batch.forward_mode.is_extend()

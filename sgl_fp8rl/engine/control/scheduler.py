@@ -26,12 +26,12 @@ from sgl_fp8rl.protocol.manifest import TIED_HEAD
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver import code_sums, update_steps
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
-from sgl_fp8rl.receiver.kv import kv_stats, quant_error
+from sgl_fp8rl.receiver.kv import kv_stats
 from sgl_fp8rl.receiver.kv.scales import KVScales
 from sgl_fp8rl.receiver.update_steps import Gather, attempted, gather_results, sources
 
 RPC_METHOD = "fp8rl"
-READS_MEMORY = ("code_sums", "digest", "export", "kv", "kv_observe", "kv_recalibrate")
+READS_MEMORY = ("code_sums", "digest", "export", "kv", "kv_recalibrate")
 """Messages whose answer lies in memory that the memory saver takes away with the weights."""
 RELEASED = "the weights' memory is released; resume_memory_occupation first"
 Reply = dict[str, Any]
@@ -136,14 +136,6 @@ def _kv(request: ControlRequest) -> Reply:
     return kv_stats.report(kv, gather_results(read, "statistics of the KV cache", request.gather))
 
 
-def _kv_observe(request: ControlRequest) -> Reply:
-    kv = request.weights.kv
-    if kv is None:
-        return {"error": kv_stats.NOT_QUANTIZED}
-    start = partial(quant_error.start, kv)
-    return {"tokens": gather_results(start, "observing the KV cache", request.gather)[0]}
-
-
 def _kv_recalibrate(request: ControlRequest) -> Reply:
     """Let the next prefill measure the KV scales again: nothing stored under the old ones stays."""
     kv = request.weights.kv
@@ -230,7 +222,6 @@ ANSWERS: dict[str, Callable[[ControlRequest], Reply]] = {
     "export_layout": lambda asked: export.export_layout(asked.weights, asked.message, asked.gather),
     "export": _export,
     "kv": _kv,
-    "kv_observe": _kv_observe,
     "kv_recalibrate": _kv_recalibrate,
     "tensors": _tensors,
     "status": _status,

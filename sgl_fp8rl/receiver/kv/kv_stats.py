@@ -1,13 +1,11 @@
 """What an engine reports of its FP8 KV cache: scales, and statistics of stored values."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from sgl_fp8rl.receiver.kv.quantized import QuantizedKV, on_host
-from sgl_fp8rl.receiver.kv.scales import KVScales
+from sgl_fp8rl.receiver.kv.quantized import QuantizedKV
 
 NOT_QUANTIZED = "the engine's KV cache is not quantized; start it with --kv-cache-dtype fp8_e4m3"
 
@@ -20,15 +18,14 @@ def layout(kv: QuantizedKV | None) -> dict[str, Any] | None:
     return {"format": kv.format, "layers": kv.layers, "kv_heads": kv.heads.total}
 
 
-Counted = tuple[list[Any] | None, torch.Tensor, torch.Tensor | None]
-"""Of one rank: scales of layers, and on the host its counters and what it measured of errors."""
+Counted = tuple[list[Any] | None, torch.Tensor]
+"""Of one rank: scales of layers, and its counters on the host."""
 
 
 def of_rank(kv: QuantizedKV) -> Counted:
     """What this rank has counted since its scales were set. Decode continues meanwhile."""
     in_force, counted = kv.read()
-    measured = None if kv.errors is None else on_host(kv.errors)
-    return None if in_force is None else in_force.tolist(), counted, measured
+    return None if in_force is None else in_force.tolist(), counted
 
 
 def clipped_share(kv: QuantizedKV) -> float:
@@ -46,15 +43,11 @@ def report(kv: QuantizedKV, ranks: Sequence[Counted]) -> dict[str, Any]:
 
     Saved as JSON it is a file for the option ``kv_scales``.
     """
-    measured = [errors for _, _, errors in ranks if errors is not None]
     return {
         "format": kv.format,
-        "scheme": kv.scheme if isinstance(kv, KVScales) else None,
         "pending": kv.is_pending,
         "scales": ranks[0][0],
-        "statistics": statistics(torch.stack([counted for _, counted, _ in ranks])),
-        "elements": [len(ranks) * mine for mine in kv.elements],
-        "errors": errors(torch.stack(measured)) if len(measured) == len(ranks) else None,
+        "statistics": statistics(torch.stack([counted for _, counted in ranks])),
     }
 
 
@@ -72,19 +65,3 @@ def statistics(counted_RLC: torch.Tensor) -> list[dict[str, float]]:
             tokens_L.tolist(), clipped_L2.tolist(), amax_L2.tolist(), strict=True
         )
     ]
-
-
-def errors(sums_RLC: torch.Tensor) -> list[dict[str, Any]]:
-    """Per layer, the relative L2 error of K and V from the sums of all ranks (``quant_error.py``);
-    None if no token was measured."""
-    layers = []
-    for tokens, sums in zip(
-        sums_RLC[:, :, 0].amax(0).tolist(), sums_RLC[:, :, 1:].sum(0).tolist(), strict=True
-    ):
-        of_layer: dict[str, Any] = {"tokens": int(tokens)}
-        for side, (errors, squares, not_finite) in (("k", sums[:3]), ("v", sums[3:])):
-            error = math.sqrt(errors / squares) if squares else 0.0
-            of_layer[f"error_{side}"] = error if tokens else None
-            of_layer[f"not_finite_{side}"] = int(not_finite)
-        layers.append(of_layer)
-    return layers

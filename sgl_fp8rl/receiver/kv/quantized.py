@@ -55,10 +55,6 @@ class QuantizedKV(nn.Module):
         self.layers, self.heads = layers, heads
         self.measuring = False
         """Whether the current forward pass may be measured (``kv_calibrate.watch_forward``)."""
-        self.to_observe = [0] * layers
-        """Prefilled tokens of each layer whose error will be measured (``quant_error.py``)."""
-        self.errors: torch.Tensor | None = None
-        """``[layers, ERRORS]`` after the first request; no graph reads it."""
         self.decode_workspace: paged_decode_cuda.Workspace | None = None
         """Of our decode kernel, where it serves."""
         self.prefill_workspace: paged_prefill.Workspace | None = None
@@ -104,11 +100,6 @@ class LayerKV:
         """Whether to measure this layer's scales on the current tokens."""
         return False
 
-    @property
-    def is_observed(self) -> bool:
-        """Whether to measure the error of the current tokens."""
-        return self.scales.measuring and self.scales.to_observe[self.layer_index] > 0
-
     def store(
         self,
         k_THD: torch.Tensor,
@@ -132,12 +123,6 @@ class LayerKV:
     def query(self, q_NQD: torch.Tensor) -> torch.Tensor:
         """The q that attends to ``codes``."""
         return q_NQD
-
-    def stored(
-        self, k_THD: torch.Tensor, slots_T: torch.Tensor, caches: Caches
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """K in the form in which it is stored, then the stored values of K and V: float64."""
-        return k_THD.double(), *self.codes(caches).values(slots_T, torch.float64)
 
 
 def layer_kv(layer: Any) -> LayerKV | None:

@@ -100,8 +100,6 @@ class KVScales(QuantizedKV):
         self.scales[layers].copy_(kept)
         self.store[:, layers].copy_(self._mine(kept))
         self.statistics[layers].zero_()
-        if self.errors is not None:
-            self.errors[layers].zero_()
         if scales_L2H.is_cuda:  # the values are there when the GPU gets here
             self._measured = torch.cuda.Event()
             self._measured.record()

@@ -6,7 +6,7 @@ Nothing is calibrated, and no update brings scales: a token's codes depend on th
 import torch
 
 from sgl_fp8rl.ops.kv import Cache
-from sgl_fp8rl.ops.kv_int8 import rotate, rotate_queries
+from sgl_fp8rl.ops.kv_int8 import rotate_queries
 from sgl_fp8rl.protocol.kv_schema import INT8
 from sgl_fp8rl.receiver.kv.quantized import Caches, Heads, LayerKV, QuantizedKV, on_host
 
@@ -61,8 +61,3 @@ class TokenScaledLayer(LayerKV):
         from sgl_fp8rl.ops.kv_int8_triton import rotate_queries as on_gpu
 
         return on_gpu(q_NQD)
-
-    def stored(
-        self, k_THD: torch.Tensor, slots_T: torch.Tensor, caches: Caches
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return super().stored(rotate(k_THD), slots_T, caches)

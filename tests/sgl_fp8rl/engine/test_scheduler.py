@@ -604,7 +604,7 @@ def test_an_engine_does_not_go_back_where_others_went_on(
 
 
 @pytest.mark.guarantee("released", fault="messages that read released memory")
-@pytest.mark.parametrize("op", ["code_sums", "digest", "kv", "kv_observe", "kv_recalibrate"])
+@pytest.mark.parametrize("op", ["code_sums", "digest", "kv", "kv_recalibrate"])
 def test_what_the_memory_does_not_hold_is_not_read(engine: Engine, op: str) -> None:
     if "kv" in op:
         assert all("KV cache" in reply["error"] for reply in engine.ask(op)), "it has 16 bits"
@@ -689,7 +689,6 @@ def test_a_malformed_message_does_not_end_the_server(engine: Engine, released: l
         ("export_layout", "export.record_routes"),
         ("export", "export._parts"),
         ("kv", "kv_stats.of_rank"),
-        ("kv_observe", "quant_error.start"),
     ],
 )
 def test_what_fails_on_one_rank_is_answered(
