@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from sgl_fp8rl.receiver.rank_server import (
     reply,
     serve,
 )
-from sgl_fp8rl.receiver.routes.routes import RouteError, RouteTable
+from sgl_fp8rl.receiver.routes.routes import RouteError
 
 logger = logging.getLogger(__name__)
 
@@ -273,9 +273,10 @@ def gather_results(action: Callable[[], T], what: str, gather: Gather) -> list[T
     return [result for result, _ in ranks]
 
 
-def sources(table: RouteTable | None, gather: Gather) -> dict[str, Any]:
-    """How the ranks keep HF tensors, merged: with expert parallelism each has other experts."""
-    ranks = [names for names in gather(table.names if table else None) if names is not None]
+def merged(names: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """How the ranks keep HF tensors (``RouteTable.names``): with expert parallelism each has other
+    experts."""
+    ranks = [each for each in names if each is not None]
     if not ranks:
         return {"fp32": None, "formats": {}}
     formats: dict[str, set[str]] = {}

@@ -44,23 +44,22 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser(
         "export", help="write a block-FP8 checkpoint that SGLang reads without this plugin"
     )
-    export.add_argument(
-        "source", help="folder of a BF16 checkpoint, or an engine's http:// address"
-    )
+    export.add_argument("source", type=Path, help="folder of a BF16 checkpoint")
     export.add_argument("output", type=Path, help="folder to make")
     export.add_argument(
         "--ignored-layers",
         nargs="+",
         metavar="PATTERN",
-        help="layers that stay BF16, as of --fp8rl-ignored-layers (of a folder)",
+        help="layers that stay BF16, as of --fp8rl-ignored-layers",
     )
     export.add_argument(
-        "--tp", type=int, help="leave layers BF16 that an engine of this size does (of a folder)"
+        "--tp", type=int, default=1, help="leave layers BF16 that an engine of this size does"
     )
     export.add_argument(
         "--format",
         choices=FORMATS,
-        help="as of --fp8rl-format (of a folder; default block-fp8)",
+        default=FORMATS[0],
+        help="as of --fp8rl-format (default block-fp8)",
     )
 
     follow = commands.add_parser(

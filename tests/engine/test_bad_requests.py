@@ -133,7 +133,7 @@ def test_refusals_in_the_middle_of_a_streamed_reply(server: Server) -> None:
         {"message": "{}"},
         {"message": "[1]"},
         {"message": '{"op": ["kv"]}'},
-        {"message": '{"op": "export", "folder": 5}'},
+        {"message": '{"op": "export_layout", "manifest": 5}'},
     ],
     ids=str,
 )

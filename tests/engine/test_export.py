@@ -13,19 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import trainer_bridge
-from sgl_fp8rl.tools import cli, export
+from sgl_fp8rl.tools import cli
 from tests import oracle
 from tests.engine import models, stock_fp8
 from tests.engine.conftest import Policies
-from tests.engine.harness import FORKED, EngineProcess, Server, exit_status, tail
+from tests.engine.harness import EngineProcess, exit_status, tail
 from tests.engine.serving import ASK
-from trainer_bridge.engines.engine_client import EngineError
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 SCORE = {**ASK, "return_logprob": True, "logprob_start_len": 0}
-VERSION = 3
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -100,26 +97,14 @@ def swap_scales(folder: Path, copy: Path) -> Path:
 def test_stock_sglang_answers_as_the_engine(
     family: str, policies: Policies, stock: dict[str, Any], tmp_path: Path
 ) -> None:
-    start, policy = policies(family)[:2]
-    served, quantized = tmp_path / "served", tmp_path / "quantized"
-    with Server(tmp_path / "server.log", FORKED, start, "--load-format", "dummy") as server:
-        with pytest.raises(EngineError, match="quarantined"):
-            export.run(server.address, served)
-        assert not list(tmp_path.glob("*served*"))
-        tensors = models.named_tensors(policy)
-        trainer_bridge.update(tensors, server, version=VERSION, run="this run")
-        engine = logprobs(server)
-        export.run(server.address, served)
-        assert logprobs(server) == engine  # it is only read
-    run_command(tmp_path / "export.log", policy, quantized)
-    for folder in (served, quantized):
-        assert_equal(exported(folder), expected(policy))
-        assert (folder / "generation_config.json").exists()
-    config = json.loads((served / "config.json").read_text())
-    assert config["fp8rl"] == {"run": "this run", "version": VERSION}
-    assert logprobs_of(tmp_path / "stock.log", served, **stock) == engine
+    policy, fp8 = policies(family)[1], tmp_path / "fp8"
+    run_command(tmp_path / "export.log", policy, fp8)
+    assert_equal(exported(fp8), expected(policy))
+    assert (fp8 / "generation_config.json").exists()
+    engine = logprobs_of(tmp_path / "engine.log", policy)
+    assert logprobs_of(tmp_path / "stock.log", fp8, **stock) == engine
     # the control: were the answers equal here, they would prove nothing
-    swapped = swap_scales(served, tmp_path / "swapped")
+    swapped = swap_scales(fp8, tmp_path / "swapped")
     assert logprobs_of(tmp_path / "swapped.log", swapped, **stock) != engine
 
 
@@ -148,37 +133,15 @@ def test_layers_that_stay_bf16(stock: dict[str, Any], tmp_path: Path) -> None:
         assert sha256(engine) == digest
 
 
-def test_two_ranks_write_one_checkpoint(tmp_path: Path) -> None:
-    """Rows, columns and experts are joined; both ranks hold the one KV head."""
-    checkpoint = models.make_checkpoint("qwen3_moe", tmp_path / "bf16", num_key_value_heads=1)
-    folder, open_folder = tmp_path / "export", tmp_path / "open"
-    folder.mkdir(mode=0o700)
-    open_folder.mkdir()
-    open_folder.chmod(0o755)
-    with EngineProcess(tmp_path / "log", checkpoint, tp_size=2) as engine:
-        for refused in (open_folder, tmp_path / "missing", None):
-            with pytest.raises(EngineError, match="cannot write into"):
-                engine.control({"op": "export", "folder": refused and str(refused)})
-        engine.control({"op": "export", "folder": str(folder)})
-        with pytest.raises(EngineError, match="cannot write into"):
-            engine.control({"op": "export", "folder": str(folder)})  # it is not empty any more
-    assert_equal(exported(folder), expected(checkpoint))
-    assert not list(open_folder.iterdir())
-
-
 def test_powers_of_two_are_exported_and_started_from(policies: Policies, tmp_path: Path) -> None:
     checkpoint, *_ = policies("qwen3_moe")
-    served, quantized = tmp_path / "served", tmp_path / "quantized"
+    quantized = tmp_path / "quantized"
     options = {"fp8rl_format": "block-fp8-ue8m0"}
     with EngineProcess(tmp_path / "log", checkpoint, **options) as engine:
-        served.mkdir(mode=0o700)
-        reply = engine.control({"op": "export", "folder": str(served)})
         wanted, digest = logprobs(engine), sha256(engine)
-    assert reply["format"] == options["fp8rl_format"]
     arguments = (checkpoint, quantized, "--format", options["fp8rl_format"])
     run_command(tmp_path / "export.log", *arguments)
-    for folder in (served, quantized):
-        assert_equal(exported(folder), expected(checkpoint, power_of_two=True))
+    assert_equal(exported(quantized), expected(checkpoint, power_of_two=True))
     config = json.loads((quantized / "config.json").read_text())["quantization_config"]
     assert config["scale_fmt"] == "ue8m0"
     with EngineProcess(tmp_path / "again.log", quantized, **options) as engine:

@@ -45,7 +45,6 @@ SEEDS = (
     *({"op": op} for op in OPS.split()),
     *(BEGIN, {**BEGIN, "manifest": MANIFEST.to_json()}),
     {"op": "export_layout", "manifest": MANIFEST.to_json()},
-    {"op": "export", "folder": "an empty folder"},
 )
 
 
@@ -81,7 +80,6 @@ async def handle(weights: EngineWeights, data: bytes) -> None:
         flush_cache=lambda empty_cache: True,
         waiting_queue=[],
         _engine_paused=False,
-        server_args=SimpleNamespace(model_path="model", revision=None),
     )
     rpc = Rpc(scheduler)
     scheduler.ipc_channels = SimpleNamespace(recv_from_rpc=rpc.replies)

@@ -56,8 +56,7 @@ ATTRIBUTES: dict[str, str] = {
         "disable_cuda_graph enable_deterministic_inference "
         "enable_fused_moe_sum_all_reduce enable_hierarchical_cache enable_symm_mem "
         "grammar_backend kv_cache_dtype max_running_requests "
-        "model_path prefill_attention_backend quantization revision rl_on_policy_target "
-        "sampling_backend"
+        "prefill_attention_backend quantization rl_on_policy_target sampling_backend"
     ),
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
     # requests and answers

@@ -83,8 +83,8 @@ class Control:
                 return await self._schedulers.ask({"op": op})
             if op == "export_layout":
                 return await self._schedulers.ask(message)
-            if op in ("export", "kv_recalibrate"):
-                return await self._ask_idle(message if op == "export" else {"op": op})
+            if op == "kv_recalibrate":
+                return await self._ask_idle({"op": op})
         raise ControlError(unknown(op))
 
     async def _describe(self, op: str) -> dict[str, Any]:

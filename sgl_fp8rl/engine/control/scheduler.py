@@ -8,30 +8,29 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sgl_fp8rl.engine import compat
-from sgl_fp8rl.engine.compat.settings import resolved
-from sgl_fp8rl.engine.control import export
 from sgl_fp8rl.engine.control.attached import scheduler_weights
 from sgl_fp8rl.engine.control.host import SchedulerHost, answer
 from sgl_fp8rl.engine.control.memory_release import is_idle
 from sgl_fp8rl.engine.layers import routed_experts
 from sgl_fp8rl.engine.layers.quant_config import list_layers
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
-from sgl_fp8rl.protocol.manifest import TIED_HEAD
+from sgl_fp8rl.protocol.manifest import TIED_HEAD, Manifest
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.receiver import code_sums, update_steps
 from sgl_fp8rl.receiver.engine_weights import EngineWeights
 from sgl_fp8rl.receiver.kv import kv_stats
 from sgl_fp8rl.receiver.kv.scales import KVScales
-from sgl_fp8rl.receiver.update_steps import Gather, attempted, gather_results, sources
+from sgl_fp8rl.receiver.routes.route_tracer import record_routes
+from sgl_fp8rl.receiver.routes.routes import shapes_of
+from sgl_fp8rl.receiver.update_steps import Gather, attempted, gather_results, merged
 
 RPC_METHOD = "fp8rl"
-READS_MEMORY = ("code_sums", "digest", "export", "kv", "kv_recalibrate")
+READS_MEMORY = ("code_sums", "digest", "kv", "kv_recalibrate")
 """Messages whose answer lies in memory that the memory saver takes away with the weights."""
 RELEASED = "the weights' memory is released; resume_memory_occupation first"
 Reply = dict[str, Any]
@@ -114,18 +113,18 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _export(request: ControlRequest) -> Reply:
-    """Write the committed weights; nothing is generated meanwhile."""
-    scheduler = request.scheduler
-    if not all(gather_results(scheduler.is_fully_idle, "a look", request.gather)):
-        return {"error": "requests are running; export when they have ended", "busy": True}
-    written = export.write(request.weights, request.message.get("folder"), request.host)
-    settings = resolved(scheduler.server_args)
-    path = settings.model_path
-    # of a folder the whole path: who asks may be in another one
-    path = str(Path(path).resolve()) if Path(path).is_dir() else path
-    model = {"model": path, "revision": settings.revision}
-    return {**written, **model, **request.weights.status}
+def _export_layout(request: ControlRequest) -> Reply:
+    """How an engine that has loaded nothing would keep the tensors of a manifest."""
+    weights = request.weights
+    if weights.table is not None:
+        return {"error": "the engine has loaded weights; ask one with --load-format dummy"}
+
+    def names() -> dict[str, Any]:
+        manifest = Manifest.from_json(request.message.get("manifest"))
+        return record_routes(weights.model, shapes_of(manifest)).names
+
+    dtype = str(weights.dtype).removeprefix("torch.")
+    return {"dtype": dtype, **merged(gather_results(names, "an export", request.gather))}
 
 
 def _kv(request: ControlRequest) -> Reply:
@@ -171,7 +170,7 @@ def _layout(request: ControlRequest) -> Reply:
     seen = gather_results(partial(_gpus, weights.device), "a layout", gather)
     return {
         "dtype": str(weights.dtype).removeprefix("torch."),
-        **sources(weights.table, gather),
+        **merged(gather(weights.table.names if weights.table else None)),
         "skipped": [] if weights.table is None else sorted(weights.table.skipped),
         "tied": _tied_shape(weights),
         "gpus": [uuid for uuid, _ in seen if uuid],
@@ -219,8 +218,7 @@ ANSWERS: dict[str, Callable[[ControlRequest], Reply]] = {
     "layers": lambda asked: {"layers": [asdict(each) for each in list_layers(asked.weights.model)]},
     "digest": _digest,
     "code_sums": lambda asked: code_sums.read(asked.weights, asked.gather),
-    "export_layout": lambda asked: export.export_layout(asked.weights, asked.message, asked.gather),
-    "export": _export,
+    "export_layout": _export_layout,
     "kv": _kv,
     "kv_recalibrate": _kv_recalibrate,
     "tensors": _tensors,

@@ -18,8 +18,6 @@ SPIN_S = 0.005
 """How long a reply is awaited without sleeping: most take less than a sleep would add."""
 ANSWER_TIMEOUT_S = 60.0
 """How long the schedulers may take to answer before ``/health`` reports that they hang."""
-EXPORT_TIMEOUT_S = 600.0
-"""As ``ANSWER_TIMEOUT_S``, of an export: as long as its client waits for the answer."""
 BUSY_STATUS = 409
 """HTTP status of what is refused because requests run."""
 
@@ -49,8 +47,7 @@ class SchedulerRpc:
         except RecursionError:
             raise ControlError("the message is nested too deeply; send a control message") from None
         compat.sock_send(self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters))
-        healthy_s = EXPORT_TIMEOUT_S if message.get("op") == "export" else ANSWER_TIMEOUT_S
-        reply = await self.receive(healthy_s)
+        reply = await self.receive(ANSWER_TIMEOUT_S)
         if "error" in reply:
             raise ControlError(reply["error"], BUSY_STATUS if reply.get("busy") else 400)
         return reply

@@ -88,10 +88,6 @@ class RouteTable:
                 return format_, suffix
         return stored_format(self.parameters[parameter]), ""
 
-    def is_quantized(self, source: str) -> bool:
-        """Whether the engine quantizes this HF tensor."""
-        return self.kept_as(source) is not UNQUANTIZED
-
     def kept_as(self, source: str) -> WeightFormat:
         """The format of the storage that all routes of an HF tensor lead to."""
         routes = self.routes.get(source)

@@ -1,6 +1,5 @@
 """Weights that are cut inside of blocks: on every rank the blocks are those of the whole tensor."""
 
-import math
 from collections.abc import Iterable
 from functools import partial
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from sgl_fp8rl.engine.control import export
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.padding import Shard, fit, pad_storage
 from sgl_fp8rl.ops.regions import numel, overlap
@@ -145,20 +143,3 @@ def test_parts_of_one_matrix_begin_with_a_block(rows: int) -> None:
     codes, scales = oracle.quantize_weight(tensors["fused"].float().numpy())
     assert np.array_equal(model.data("qk").view(torch.uint8).numpy()[: rows + 320], codes)
     assert np.array_equal(model.data("qk_scale_inv").numpy(), scales)
-
-
-def test_ranks_together_hold_the_whole_tensor() -> None:
-    """As an export puts it together: blocks that ranks share are the same on both."""
-    tensors = padded_toy.checkpoint()
-    ranks = [engine(rank, 2) for rank in range(2)]
-    for weights in ranks:
-        toy.update(weights, tensors)
-    wanted = padded_toy.quantized(tensors)
-    for name, shape in padded_toy.SHAPES.items():
-        parts = [export._parts(weights.table, name) for weights in ranks if weights.table]
-        found = export._assemble(name, shape, parts)
-        assert math.prod(shape) == found[name].numel()
-        for each, tensor in found.items():
-            assert torch.equal(tensor.view(torch.uint8), wanted[each].view(torch.uint8)), each
-    reason = export._why_not(ranks[0])
-    assert reason is not None and "q is not whole blocks" in reason, "stock SGLang does not load it"

@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 import torch
 
+from sgl_fp8rl.formats import BLOCK_FP8, UNQUANTIZED
 from sgl_fp8rl.receiver.routes.route_tracer import WriteWatch, record_routes
 from sgl_fp8rl.receiver.routes.routes import Route, RouteError, RouteTable
 from tests.sgl_fp8rl.receiver import toy
@@ -58,8 +59,8 @@ def test_the_toy_model_is_recorded_whole(tp: int) -> None:
                 ((1, 2), (rows, 2 * rows), (0, 128)),
             )
         ]
-        assert table.is_quantized("attn.o.weight")
-        assert not table.is_quantized("mlp.router.weight")
+        assert table.kept_as("attn.o.weight") is BLOCK_FP8
+        assert table.kept_as("mlp.router.weight") is UNQUANTIZED
 
 
 def test_recording_leaves_live_values_and_addresses_alone() -> None:
