@@ -40,9 +40,7 @@ from trainer_bridge.fp8.fp8_forward import FP8Forward as FP8Forward
 from trainer_bridge.fp8.fp8_forward import fp8_forward
 from trainer_bridge.kv.kv_calibrator import KVCalibrator
 from trainer_bridge.metrics import Alarm as Alarm
-from trainer_bridge.metrics import TokenMismatch as TokenMismatch
 from trainer_bridge.metrics import check_alarms, mismatch_metrics
-from trainer_bridge.metrics import worst_tokens as worst_tokens
 from trainer_bridge.rollouts.logprobs import response_logprobs
 from trainer_bridge.rollouts.rollout import Rollout as Rollout
 from trainer_bridge.rollouts.rollout import rollout

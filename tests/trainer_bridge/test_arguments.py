@@ -16,7 +16,7 @@ import torch
 from sgl_fp8rl.protocol.values import token_ids
 from tests.trainer_bridge.moe_models import tiny
 from tests.trainer_bridge.test_rollout import FakeEngine, Reply, serve
-from trainer_bridge import KVCalibrator, response_logprobs, rollout, worst_tokens
+from trainer_bridge import KVCalibrator, response_logprobs, rollout
 from trainer_bridge.chain import ChainError, ChainPublisher, follow
 from trainer_bridge.engines.engine_client import connect
 from trainer_bridge.rollouts.sampling import check_sampling, read_sampling
@@ -217,8 +217,6 @@ def test_versions_of_numpy_and_torch(version: Any) -> None:
     assert ChainPublisher("unused", None, version)._anchor_every == 1
     calibrator = KVCalibrator(version, version, percentile=np.float32(50), decay=np.float32(0.5))
     assert (calibrator.layers, calibrator.decay) == (1, 0.5)
-    ones = torch.ones(1, 2)
-    assert len(worst_tokens(ones, ones, ones.bool(), version)) == 1
 
 
 CALLS: list[Callable[[Any], Any]] = [
@@ -228,7 +226,6 @@ CALLS: list[Callable[[Any], Any]] = [
     lambda value: KVCalibrator(1, 1, margin=value),
     lambda value: KVCalibrator(1, 1, decay=value),
     lambda value: response_logprobs(SimpleNamespace(), [[1]], [[1]], value),
-    lambda value: worst_tokens(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1).bool(), value),
 ]
 
 

@@ -21,7 +21,7 @@ from tests.trainer_bridge.correction_oracle import (
     rollout_of,
     weigh,
 )
-from trainer_bridge import Correction, correct, mismatch_metrics, worst_tokens
+from trainer_bridge import Correction, correct, mismatch_metrics
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs, policy_loss
 from trainer_bridge.correction.config import LEVELS, REJECTIONS
 from trainer_bridge.metrics import mismatch as mismatch_module
@@ -362,7 +362,6 @@ def test_a_loss_is_that_of_each_row_or_refused(
 CALLS: dict[str, Callable[..., Any]] = {
     "correct": lambda *given, versions: correct_logprobs(*given, versions_BT=versions),
     "mismatch_metrics": lambda *given, versions: mismatch_metrics(*given, versions_BT=versions),
-    "worst_tokens": lambda *given, versions: worst_tokens(*given, count=99),
 }
 
 
@@ -374,9 +373,7 @@ def test_logprobs_are_compared_with_those_of_their_row_or_refused(
 ) -> None:
     _, (of_trainer, of_rollout, of_mask, of_versions) = case
     trainer, rollout, mask = drawn(*of_trainer), drawn(*of_rollout, seed=1), ones(*of_mask)
-    seen = {of_trainer, of_rollout, of_mask}
-    if name != "worst_tokens":
-        seen.add(of_versions)
+    seen = {of_trainer, of_rollout, of_mask, of_versions}
     versions = torch.zeros(of_versions, dtype=torch.int64)
     if len(seen) > 1 or len(of_trainer) != 2:
         with pytest.raises(ValueError, match=f"{name}: .*shape"):
@@ -386,11 +383,6 @@ def test_logprobs_are_compared_with_those_of_their_row_or_refused(
     x = trainer - rollout
     if name == "correct":
         torch.testing.assert_close(found.weights_BT, x.float().exp().clamp(max=2.0))
-    elif name == "worst_tokens":
-        assert len(found) == mask.numel()
-        for token in found:
-            theirs = token.trainer_logprob - token.rollout_logprob
-            assert theirs == x[token.sequence, token.position].item()
     else:
         assert found["mismatch_kl_k1"] == pytest.approx(-x.mean().item(), abs=1e-12)
 
@@ -446,7 +438,7 @@ def one_above(logprobs: torch.Tensor) -> torch.Tensor:
     return logprobs.index_fill(1, torch.tensor([1]), 0.1)
 
 
-COMPARED = correct_logprobs, mismatch_metrics, worst_tokens
+COMPARED = correct_logprobs, mismatch_metrics
 DTYPE = "logprobs_BT has dtype .*; pass it as float"
 KIND = "logprobs_BT is a (list|ndarray); pass a t"
 
@@ -463,7 +455,7 @@ KIND = "logprobs_BT is a (list|ndarray); pass a t"
 )
 def test_what_is_no_logprob(wrong: Callable[[torch.Tensor], Any], sentence: str) -> None:
     good, odd, mask = drawn(2, 3), wrong(drawn(2, 3)), ones(2, 3)
-    for call in COMPARED[:2] if "above" in sentence else COMPARED:
+    for call in COMPARED:
         for both, whose in (((odd, good), "trainer"), ((good, odd), "rollout")):
             with pytest.raises(ValueError, match=f": (a )?{whose}[_ ]{sentence}"):
                 call(*both, mask)
