@@ -108,9 +108,6 @@ def _add_precision(precision: argparse.ArgumentParser) -> None:
         default=RAGGED[0],
         help="layers whose sizes are not multiples of 128, as of --fp8rl-ragged (default pad)",
     )
-    precision.add_argument(
-        "--kv-cache-dtype", choices=["fp8_e4m3"], help="measure an FP8 KV cache as well"
-    )
     precision.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if present")
     precision.add_argument(
         "--dtype",

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from sgl_fp8rl.formats import FORMATS
-from sgl_fp8rl.tools.precision import fake_quant, report, search, tokens
+from sgl_fp8rl.tools.precision import report, search, tokens
 from sgl_fp8rl.tools.precision.groups import Group, fp8_groups
 from sgl_fp8rl.tools.precision.replay import Replay
 
@@ -149,8 +149,7 @@ def measure(
     Raises:
         ValueError: the model returns NaN.
     """
-    batches = tokens.batches_of(texts, model.device)
-    replay = Replay(model, batches)
+    replay = Replay(model, tokens.batches_of(texts, model.device))
     ranked = search.rank(tqdm(groups, unit="layer", file=sys.stderr), replay.divergence)
     everything = search.point(ranked, 0, replay.divergence)
     budget = options.budget_kl
@@ -171,23 +170,5 @@ def measure(
         "seed": options.seed,
         "sequences": len(texts),
         "tokens": replay.tokens,
-        "kl_noise": replay.noise(options.seed).kl,
     }
-    ignored = [damage.group for damage in ranked[: points[-1].ignored]]
-    ends = [group for group in groups if group.layer in (0, replay.layers - 1)]
-    inner = [group for group in groups if group not in ends]
-    mitigations = [
-        report.Mitigation("all FP8", (), everything.divergence),
-        report.Mitigation("first and last BF16", ends, replay.divergence(inner)),
-        report.Mitigation("ignore list", ignored, points[-1].divergence),
-    ]
-    if options.kv_cache_dtype is not None:
-        with fake_quant.fp8_kv(model, batches):
-            alone = replay.divergence([])
-            both = replay.divergence(groups)
-        mitigations += [
-            report.Mitigation("FP8 KV alone", groups, alone),
-            report.Mitigation("all FP8, FP8 KV", (), both),
-        ]
-    step = report.step_bytes(model, groups)
-    return report.as_json(facts, ranked, points, budget, mitigations, step)
+    return report.as_json(facts, ranked, points, budget)

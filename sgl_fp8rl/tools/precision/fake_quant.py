@@ -1,5 +1,4 @@
-"""Make layers of a transformers model compute like the engine's quantized layers, and attention
-read K and V as from an FP8 KV cache.
+"""Make layers of a transformers model compute like the engine's quantized layers.
 
 The arithmetic is that of the engine's reference implementation: weights quantized in 128x128
 blocks, activations per token and 128 channels; GEMMs in FP32, results in the model's dtype. A GPU
@@ -17,10 +16,7 @@ from torch import nn
 
 from sgl_fp8rl.ops.reference import BLOCK, Weight, fp8_experts, fp8_linear
 from sgl_fp8rl.tools.precision.groups import Group
-from sgl_fp8rl.tools.precision.tokens import Sequences
 from trainer_bridge.fp8.fp8_layers import check_experts
-from trainer_bridge.kv.fp8_attention import fake_quantize_kv
-from trainer_bridge.kv.kv_calibrator import KVCalibrator
 
 Forward = Callable[..., torch.Tensor]
 
@@ -84,23 +80,3 @@ def _product(group: Group) -> Forward:
 def _quantized(weight: torch.Tensor, group: Group) -> Weight:
     codes, scales = group.format.encode(weight.detach()).values()
     return codes, scales
-
-
-@contextmanager
-def fp8_kv(model: Any, batches: Iterable[Sequences]) -> Iterator[None]:
-    """Have attention read K and V as from an FP8 KV cache in this context: under one scale for K
-    and one for V of each layer, which are calibrated on these sequences as for an update.
-
-    Raises:
-        ValueError: K or V is NaN or Inf, or the model's attention cannot be observed.
-    """
-    calibrator = KVCalibrator.of(model)
-    with torch.inference_mode(), calibrator.watch(model):
-        for batch in batches:
-            model.get_decoder()(batch.tokens_BL, attention_mask=batch.mask_BL, use_cache=False)
-    scales_L2 = [(k, v) for k, v in calibrator.scales().amax(-1).tolist()]
-    fake_quantize_kv(model, scales_L2, model.dtype)
-    try:
-        yield
-    finally:
-        fake_quantize_kv(model, None, model.dtype)

@@ -26,7 +26,7 @@ _STACKED = {
 _WHOLE = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _EXPERTS = ".experts"
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,6 @@ class Group:
 
     name: str
     """As the engine names it, such as ``model.layers.3.mlp.down_proj``."""
-    layer: int
-    """Number of the decoder layer."""
     modules: tuple[nn.Module, ...]
     """Linears, or the one module that holds the experts of the layer as 3-D parameters."""
     format: WeightFormat = BLOCK_FP8
@@ -52,13 +50,6 @@ class Group:
     def bf16_bytes(self) -> int:
         """Bytes of the weights in BF16."""
         return sum(BF16_BYTES * weight.numel() for weight in self.weights)
-
-    @property
-    def fp8_bytes(self) -> int:
-        """Bytes of codes and scales."""
-        companions = (self.format.companions(tuple(w.shape)) for w in self.weights)
-        scales = sum(spec.nbytes for specs in companions for spec in specs.values())
-        return scales + sum(weight.numel() for weight in self.weights)
 
 
 def fp8_groups(
@@ -87,8 +78,7 @@ def fp8_groups(
     groups, reasons = [], []
     for name, modules in found.items():
         if (reason := _why_bf16(name, modules, config, pads=ragged == "pad")) is None:
-            (layer,) = _LAYER.findall(name)
-            groups.append(Group(name, int(layer), tuple(modules), format_))
+            groups.append(Group(name, tuple(modules), format_))
         else:
             reasons.append(reason)
     if not groups:
@@ -96,7 +86,7 @@ def fp8_groups(
             f"no layer of this model would run in {format_.name}, of {len(found)}: "
             f"{next(iter(reasons), 'it has none')}; choose another --ragged"
         )
-    return sorted(groups, key=lambda group: group.layer)
+    return groups
 
 
 def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:

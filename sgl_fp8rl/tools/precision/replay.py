@@ -36,8 +36,6 @@ class Replay:
     def __init__(self, model: Any, batches: list[Sequences]) -> None:
         self._model, self._batches = model, batches
         self._layers: nn.ModuleList = model.get_decoder().layers
-        self.layers = len(self._layers)
-        """Number of decoder layers of the model."""
         self._head = model.get_output_embeddings().weight.detach().float()
         self._tokens_T = torch.cat([batch.tokens_BL[:, 1:][batch.measured] for batch in batches])
         self.tokens = self._tokens_T.numel()
@@ -46,6 +44,7 @@ class Replay:
         if not all(bool(part.isfinite().all()) for part in self._logits):
             raise ValueError("the model's own logits are NaN or Inf; check its weights")
 
+    @torch.inference_mode()
     def divergence(self, groups: Collection[Group]) -> Divergence:
         """How much logprobs change if these groups compute in FP8.
 
@@ -54,28 +53,6 @@ class Replay:
         """
         with fake_quant.fp8(groups):
             hidden_TH = self._hidden()
-        return self._compared(hidden_TH)
-
-    def noise(self, seed: int) -> Divergence:
-        """How much logprobs change if the first hidden states are rounded differently.
-
-        About a quarter of their elements move to an adjacent number. Everything after that is
-        rounded differently, as after any change: smaller damage of a layer cannot be detected.
-        """
-        generator = torch.Generator().manual_seed(seed)
-
-        def nudged(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden, *others = args
-            shift = torch.rand(hidden.shape, generator=generator).to(hidden.device) - 0.5
-            factor = 1 + torch.finfo(hidden.dtype).eps * shift.double()
-            return (hidden.double() * factor).to(hidden.dtype), *others
-
-        with self._layers[0].register_forward_pre_hook(nudged):
-            return self._compared(self._hidden())
-
-    @torch.inference_mode()
-    def _compared(self, hidden_TH: torch.Tensor) -> Divergence:
-        """Divergence of the logits from these last hidden states."""
         tokens = self._tokens_T.split([len(part_TV) for part_TV in self._logits])
         parts = zip(self._logits, self._logits_of(hidden_TH), tokens, strict=True)
         kls, k3s = zip(*(token_divergence(*part) for part in parts), strict=True)

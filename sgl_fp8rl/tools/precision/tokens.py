@@ -30,8 +30,6 @@ class Sequences:
 
     tokens_BL: torch.Tensor
     """int64."""
-    mask_BL: torch.Tensor
-    """Bool: False at padding."""
     measured: torch.Tensor
     """Bool [B, L - 1]: whether the token after this one is measured."""
 
@@ -221,8 +219,5 @@ def _batch(texts: Sequence[Text], device: torch.device) -> Sequences:
         torch.tensor([False] * (len(text.prompt) - 1) + [True] * len(text.response or []))
         for text in texts
     ]
-    padded = (
-        pad_sequence(tensors, batch_first=True).to(device)
-        for tensors in (rows, [torch.ones_like(row, dtype=torch.bool) for row in rows], measured)
-    )
+    padded = (pad_sequence(tensors, batch_first=True).to(device) for tensors in (rows, measured))
     return Sequences(*padded)

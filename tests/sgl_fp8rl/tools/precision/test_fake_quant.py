@@ -38,7 +38,7 @@ def exact(fmt: WeightFormat, linear: nn.Linear, x_MK: torch.Tensor) -> oracle.F6
 def test_a_linear(fmt: WeightFormat, has_bias: bool) -> None:
     linear, x = nn.Linear(256, 384, bias=has_bias, dtype=torch.bfloat16), drawn(2, 5, 256)
     before = linear(x)
-    with fake_quant.fp8([Group("a", 0, (linear,), fmt)]):
+    with fake_quant.fp8([Group("a", (linear,), fmt)]):
         got = linear(x)
     assert torch.equal(linear(x), before) and not torch.equal(got, before)
     assert "forward" not in vars(linear)
@@ -104,7 +104,7 @@ def test_experts_of_another_form_are_refused(load: Load) -> None:
 def test_nan_in_a_weight_is_refused() -> None:
     linear = nn.Linear(128, 128, dtype=torch.bfloat16)
     linear.weight.data[3, 4] = torch.nan
-    with pytest.raises(ValueError, match="NaN or Inf"), fake_quant.fp8([Group("a", 0, (linear,))]):
+    with pytest.raises(ValueError, match="NaN or Inf"), fake_quant.fp8([Group("a", (linear,))]):
         linear(drawn(2, 128))
 
 

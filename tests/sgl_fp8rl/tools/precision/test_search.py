@@ -10,7 +10,7 @@ from sgl_fp8rl.tools.precision.groups import Group
 from sgl_fp8rl.tools.precision.search import Damage, Point, point, rank, shortest
 
 ALONE = {f"layer {n}": 2.0**-n for n in (3, 1, 4, 0, 2, 6, 5)}
-GROUPS = [Group(name, 0, (nn.Linear(2, 3),)) for name in ALONE]
+GROUPS = [Group(name, (nn.Linear(2, 3),)) for name in ALONE]
 
 
 class Meter:
@@ -35,7 +35,7 @@ def test_ranking() -> None:
 
 
 def test_a_larger_layer_must_be_worth_its_bytes() -> None:
-    larger = Group("layer 0", 0, (nn.Linear(2, 3), nn.Linear(2, 6)))  # three times as large
+    larger = Group("layer 0", (nn.Linear(2, 3), nn.Linear(2, 6)))  # three times as large
     groups = [larger, *(g for g in GROUPS if g.name != larger.name)]
     names = [d.group.name for d in rank(groups, Meter())]
     assert names[:4] == ["layer 1", "layer 0", "layer 2", "layer 3"]
