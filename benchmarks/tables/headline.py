@@ -23,19 +23,23 @@ def decode(results: Results) -> str:
 
 
 def _faster(rows: Sequence[Row], ours: Row) -> str:
-    """Than stock in BF16, and than the best of stock."""
-    bf16, best = (_best(rows, ours, prefix) / ours["median"] for prefix in (REFERENCE, "stock"))
-    faster = f"{best:.2f} times as fast as in the best stock arm"
-    return f"{bf16:.2f} times as fast as in BF16, and {faster}"
+    """Than stock in BF16, where it ran, and than the best of stock."""
+    arms = {REFERENCE: "BF16", "stock": "the best stock arm"}
+    found = ((_best(rows, ours, prefix), name) for prefix, name in arms.items())
+    faster = (
+        f"{best / ours['median']:.2f} times as fast as in {name}" for best, name in found if best
+    )
+    return ", and ".join(faster)
 
 
 def _best(rows: Sequence[Row], ours: Row, prefix: str) -> float:
-    """The least median of arms whose name begins so, under the same load."""
+    """The least median of arms whose name begins so, under the same load; 0 where none ran."""
     place = ours["model"], ours["case"]
     mine = [row for row in rows if (row["model"], row["case"]) == place]
     if prefix == REFERENCE:
         mine = [row for row in mine if row["arm"] == REFERENCE]
-    return float(min(row["median"] for row in mine if row["arm"].startswith(prefix)))
+    medians = [row["median"] for row in mine if row["arm"].startswith(prefix)]
+    return float(min(medians, default=0.0))
 
 
 def rollout(results: Results) -> str:

@@ -10,6 +10,8 @@ from benchmarks.tables.markdown import (
     table,
 )
 
+UNEVEN = ("256x4096", "128x5504", "64x8192", "32x8192")
+
 
 def prefill(results: Results) -> str:
     """Error and bias of a prompt's last tokens, what codes lose, and time of a chunk."""
@@ -58,7 +60,10 @@ def decode(results: Results) -> str:
     ]
     lost: dict[str, Form] = {"kv_error": "{median:.1%}"}
     codes = [Column(load, lost, {"case": f"{load}, V mean 0.3"}) for load in loads]
-    times = [Column(load, took, {"case": load}) for load in ("1x8192", "8x8192", *loads)]
+    times = [
+        Column(load, took, {"case": load})
+        for load in ("1x8192", "8x8192", *loads, *(f"{load}, uneven" for load in UNEVEN))
+    ]
     ours = [row for row in results["rows"] if row["arm"].startswith("paged")]
     return joined(
         table(results["rows"], ["arm"], errors, "error, bias"),
