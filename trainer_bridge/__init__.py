@@ -6,9 +6,7 @@
 
 The trainer's logprobs, from a causal LM of transformers:
 
->>> trainer_logprobs = trainer_bridge.response_logprobs(
-...     model, rollout.prompt_tokens, rollout.tokens, rollout.temperature
-... )
+>>> trainer_logprobs = trainer_bridge.response_logprobs(model, rollout)
 
 For an FP8 KV cache, scales that follow the policy:
 
@@ -32,7 +30,13 @@ To compute the forward with the very FP8 codes that the engine serves:
 
 from typing import Any
 
-from trainer_bridge.correction import PRESETS, CorrectionConfig, correct, policy_loss
+from trainer_bridge.correction import (
+    PRESETS,
+    CorrectionConfig,
+    correct,
+    group_advantages,
+    policy_loss,
+)
 from trainer_bridge.correction import Correction as Correction
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.engines.engine_client import connect as connect
@@ -41,8 +45,8 @@ from trainer_bridge.fp8.fp8_forward import fp8_forward
 from trainer_bridge.kv.kv_calibrator import KVCalibrator
 from trainer_bridge.metrics import Alarm as Alarm
 from trainer_bridge.metrics import check_alarms, mismatch_metrics
+from trainer_bridge.rollouts.batch import Rollout as Rollout
 from trainer_bridge.rollouts.logprobs import response_logprobs
-from trainer_bridge.rollouts.rollout import Rollout as Rollout
 from trainer_bridge.rollouts.rollout import rollout
 from trainer_bridge.rollouts.routed_experts import routing_disagreement as routing_disagreement
 from trainer_bridge.router_replay import record_routing as record_routing
@@ -79,6 +83,7 @@ __all__ = [
     "close",
     "correct",
     "fp8_forward",
+    "group_advantages",
     "mismatch_metrics",
     "policy_loss",
     "replay_routing",

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from examples.grpo.loop import group_advantages
-from trainer_bridge import Correction, Rollout, correct, response_logprobs
+from trainer_bridge import Correction, Rollout, correct, group_advantages, response_logprobs
 
 TOKENS_PER_PASS = 4096
 """Padded tokens of a forward with its backward; 6 GB or so, with a vocabulary of 49,152."""
@@ -103,10 +102,7 @@ def logprobs_of(model: PreTrainedModel, batch: Rollout) -> Iterator[tuple[list[i
     """Indices of sequences, and their logprobs [indices, longest response] by the trainer's
     weights, until all of the batch were there."""
     for some in micro_batches_of(batch.prompt_tokens, batch.tokens, TOKENS_PER_PASS):
-        prompts, responses = (
-            [rows[i] for i in some] for rows in (batch.prompt_tokens, batch.tokens)
-        )
-        yield some, response_logprobs(model, prompts, responses, batch.temperature)
+        yield some, response_logprobs(model, batch[some])
 
 
 def learn(
@@ -119,7 +115,7 @@ def learn(
         for some, logprobs_BT in logprobs_of(learner.model, batch):
             trainer_BT[some, : logprobs_BT.shape[1]] = logprobs_BT
     correction = correct(batch, trainer_BT, config)
-    advantages_B1 = group_advantages(rewards_PG).view(-1, 1).to(learner.model.device)
+    advantages_B1 = group_advantages(batch, rewards_PG.flatten()).to(learner.model.device)
     factors_BT = -correction.weights_BT * correction.mask_BT * advantages_B1
     count = correction.mask_BT.sum().clamp(min=1)
     for some, logprobs_BT in logprobs_of(learner.model, batch):

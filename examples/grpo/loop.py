@@ -11,7 +11,7 @@ import json
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +25,7 @@ from trainer_bridge import (
     check_alarms,
     connect,
     correct,
+    group_advantages,
     policy_loss,
     response_logprobs,
     rollout,
@@ -167,27 +168,14 @@ def learn(
     rewards_PG: torch.Tensor,
 ) -> dict[str, float]:
     """One policy gradient step on the whole batch; every rank calls. Returns its metrics."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = share_of(rank, world, batch)
-    advantages_B = group_advantages(rewards_PG).flatten().chunk(world)[rank].to(model.device)
-    logprobs_BT = response_logprobs(model, mine.prompt_tokens, mine.tokens, mine.temperature)
-    correction = correct(mine, logprobs_BT.detach(), group=dist.group.WORLD)
-    losses_BT = policy_loss(logprobs_BT, advantages_B[:, None], correction)
-    kept_BT = correction.mask_BT & mine.is_complete_B[:, None].to(model.device)
-    tiny_model.global_mean(losses_BT, kept_BT).backward()
+    rows = torch.arange(len(batch)).chunk(dist.get_world_size())[dist.get_rank()]
+    advantages_B1 = group_advantages(batch, rewards_PG.flatten())[rows].to(model.device)
+    mine = batch[rows]
+    logprobs_BT = response_logprobs(model, mine)
+    correction = correct(mine, logprobs_BT.detach())
+    policy_loss(logprobs_BT, advantages_B1, correction, reduce="tokens").backward()
     gradient_norm = tiny_model.take_step(model, optimizer)
     return {"gradient_norm": gradient_norm, **correction.metrics}
-
-
-def group_advantages(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """(reward - mean) / std of each prompt's group, [P, G]; 0 where all rewards are equal. NaN
-    stands for no reward: it is left out of mean and std, and its advantage is 0.
-
-    GRPO: Shao et al. 2024, arXiv:2402.03300.
-    """
-    centred_PG = rewards_PG - rewards_PG.nanmean(dim=1, keepdim=True)
-    std_P1 = centred_PG.square().nanmean(dim=1, keepdim=True).sqrt()
-    return (centred_PG / (std_P1 + 1e-6)).nan_to_num()
 
 
 def evaluate(engine: Any, config: Config, version: int) -> float:
@@ -199,18 +187,6 @@ def evaluate(engine: Any, config: Config, version: int) -> float:
         scores = zip(arithmetic.score(problems, batch.tokens), batch.is_complete_B, strict=True)
         reward = fmean(score for score, is_complete in scores if is_complete)
     return float(broadcast(reward))
-
-
-def share_of(rank: int, world: int, batch: Rollout) -> Rollout:
-    """This rank's sequences: an equal slice of every list."""
-    count = len(batch.tokens) // world
-    mine = range(rank * count, (rank + 1) * count)
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    lists: dict[str, Any] = {
-        k: v[mine.start : mine.stop] for k, v in values.items() if isinstance(v, list)
-    }
-    errors = {index - mine.start: e for index, e in batch.errors.items() if index in mine}
-    return replace(batch, **lists, errors=errors)
 
 
 def broadcast(value: Any) -> Any:

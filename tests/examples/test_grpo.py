@@ -18,7 +18,6 @@ from examples.grpo import arithmetic, loop, tiny_model
 from examples.grpo.arithmetic import Problem, demonstrate, encode, make_problem, reward
 from tests.trainer_bridge import ranks
 from trainer_bridge import Rollout, response_logprobs
-from trainer_bridge.engines.engine_client import EngineError
 
 RIGHT, WRONG = "8,6,10,9\n", "8,10,14,13\n"
 SUM = Problem((3, 5, -2, 4, -1))
@@ -34,25 +33,8 @@ def a_rollout(responses: list[str]) -> Rollout:
         versions=[[3] * len(row) for row in tokens],
         finish_reasons=["stop"] * len(tokens),
         temperature=1.0,
+        groups=[0] * len(tokens),
     )
-
-
-def test_advantages_by_hand() -> None:
-    # Group 0: mean 0.25, std sqrt(3)/4, so (1 - 0.25) / std = sqrt(3). Group 1: nothing to learn.
-    rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
-    third = -1 / math.sqrt(3)
-    expected = torch.tensor([[math.sqrt(3), third, third, third], [0.0, 0.0, 0.0, 0.0]])
-    torch.testing.assert_close(loop.group_advantages(rewards_PG), expected, atol=1e-5, rtol=0)
-
-
-def test_a_response_without_a_reward_is_left_out() -> None:
-    """It failed, or was cut short: advantages of the others are those of the group without it."""
-    nan = float("nan")
-    rewards_PG = torch.tensor([[1.0, nan, 0.0, 0.0, 0.0], [nan] * 5])
-    found_PG = loop.group_advantages(rewards_PG)
-    expected_PG = loop.group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
-    torch.testing.assert_close(found_PG[0, [0, 2, 3, 4]], expected_PG[0])
-    assert found_PG[0, 1] == 0.0 and found_PG[1].tolist() == [0.0] * 5
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -70,18 +52,6 @@ def test_the_loss_has_no_response_that_was_cut_short() -> None:
 
     pairs = zip(learned("9\n"), learned("8,8,8,8,8"), strict=True)
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)
-
-
-def test_share_of_is_a_partition_in_order() -> None:
-    batch = a_rollout([RIGHT, WRONG, RIGHT, "9\n"])
-    lost = EngineError("too long", 400)
-    batch.errors[2] = lost
-    shares = [loop.share_of(rank, 2, batch) for rank in range(2)]
-    assert [share.errors for share in shares] == [{}, {0: lost}]
-    assert [share.tokens for share in shares] == [batch.tokens[:2], batch.tokens[2:]]
-    assert [share.logprobs for share in shares] == [batch.logprobs[:2], batch.logprobs[2:]]
-    assert shares[1].tokens_BT.shape == (2, len(RIGHT))
-    assert shares[1].temperature == batch.temperature
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from trainer_bridge.rollouts.rollout import Rollout
+from trainer_bridge.rollouts.batch import Rollout
 
 Rows = list[list[float]]
 BOUND = 20.0

@@ -52,7 +52,7 @@ def of_rank(rank: int, folder: Path) -> None:
     for config in CONFIGS:
         for versions in VERSIONS:
             case = short(versions)
-            whole = corrected(case, config)
+            whole = corrected(case, config, group="local")
             trainer, *rest = (part[mine] for part in case)
             found = corrected((trainer, *rest), config, **everyone)
             said = gathered((found.metrics, found.alarms))

@@ -18,8 +18,9 @@ import torch
 from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge.correction import correct
 from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.rollouts.batch import PAD_VERSION, Rollout
 from trainer_bridge.rollouts.logprobs import response_logprobs
-from trainer_bridge.rollouts.rollout import PAD_VERSION, Rollout, rollout
+from trainer_bridge.rollouts.rollout import rollout
 from trainer_bridge.session.kept import KEPT
 
 Reply = dict[str, Any]
@@ -85,6 +86,7 @@ def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
         finish_reasons=["stop", "stop"],
         runs=[["a"], ["a", "a"]],
         temperature=0.7,
+        groups=[0, 1],
     )
 
 

@@ -10,6 +10,7 @@ import trainer_bridge
 from sgl_fp8rl.constants import NAME
 from trainer_bridge import Rollout, mismatch_metrics
 from trainer_bridge.metrics.alarms import announce, check_alarms
+from trainer_bridge.ranks.group import LOCAL
 
 LOGGED = ("mismatch_kl_k3", "ess", "chi2_seq", "logprob_abs_diff_max")
 """What is logged of ``mismatch_metrics``, beside the number of alarms."""
@@ -79,7 +80,7 @@ def mismatch_log(
         dist.all_reduce(tokens, group=group)
     if not tokens:
         return {}
-    metrics = mismatch_metrics(trainer_BT, rollout_BT, mask_BT, group=group)
+    metrics = mismatch_metrics(trainer_BT, rollout_BT, mask_BT, group=group or LOCAL)
     alarms = check_alarms(metrics)
     if group is None or dist.get_rank(group) == 0:
         announce(alarms)

@@ -5,6 +5,7 @@ has a different probability there than in the trainer. The ratio pi_trainer / pi
 importance weight, which is truncated, masked or rejected as ``CorrectionConfig`` says.
 """
 
+from trainer_bridge.correction.advantages import group_advantages
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig
 from trainer_bridge.correction.correction import Correction, correct, correct_logprobs
 from trainer_bridge.correction.loss import policy_loss
@@ -15,5 +16,6 @@ __all__ = [
     "CorrectionConfig",
     "correct",
     "correct_logprobs",
+    "group_advantages",
     "policy_loss",
 ]

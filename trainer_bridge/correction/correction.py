@@ -4,7 +4,8 @@ memory.
 Shapes: B sequences, T tokens of the longest response.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
 from trainer_bridge.metrics.batch_inputs import check_tensors, check_values, checked_groups
 from trainer_bridge.metrics.batch_metrics import add_mismatch, read_mismatch
 from trainer_bridge.metrics.mismatch import Mismatch, Reducer, ones_where, row_blocks
-from trainer_bridge.rollouts.rollout import Rollout
+from trainer_bridge.ranks.group import Local, group_of
+from trainer_bridge.rollouts.batch import Rollout
+from trainer_bridge.rollouts.rows import Rows, indices_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Correction:
     """What the loss needs: multiply each token's loss by its weight, average where mask is True.
 
     ``policy_loss`` does the multiplication. No tensor here requires a gradient.
+    ``correction[rows]`` has those rows alone, as wide as the longest of them, beside
+    ``rollout[rows]``; counts, metrics and alarms stay those of the whole batch.
     """
 
     weights_BT: torch.Tensor
@@ -39,6 +44,33 @@ class Correction:
     alarms: tuple[Alarm, ...]
     """Metrics beyond FP8's noise, see ``check_alarms``; the same on every rank. The first rank logs
     a metric's first alarm as a warning."""
+    lengths_B: torch.Tensor
+    """Tokens of each response, with those outside the mask, int64 on the host; T where unknown."""
+    tokens: int
+    """True values of the masks of all ranks."""
+    sequences: int
+    """Sequences of all ranks with a True value."""
+    ranks: int
+    """Over which it goes."""
+
+    def __len__(self) -> int:
+        return len(self.lengths_B)
+
+    def __getitem__(self, rows: Rows) -> "Correction":
+        kept_R = torch.tensor(indices_of("correction", rows, len(self)), dtype=torch.int64)
+        lengths_R = self.lengths_B[kept_R]
+        width, on_device_R = max(lengths_R.tolist(), default=0), kept_R.to(self.mask_BT.device)
+        weights_RT, mask_RT, old_RT = (
+            tensor[on_device_R, :width]
+            for tensor in (self.weights_BT, self.mask_BT, self.old_logprobs_BT)
+        )
+        return replace(
+            self,
+            weights_BT=weights_RT,
+            mask_BT=mask_RT,
+            old_logprobs_BT=old_RT,
+            lengths_B=lengths_R,
+        )
 
 
 @torch.inference_mode(False)  # what it returns is of a loss with a gradient
@@ -47,7 +79,8 @@ def correct(
     trainer_logprobs_BT: torch.Tensor,
     config: str | CorrectionConfig = "decoupled_token_is",
     *,
-    group: dist.ProcessGroup | None = None,
+    train_on_B: Sequence[bool] | torch.Tensor | None = None,
+    group: dist.ProcessGroup | Local | None = None,
 ) -> Correction:
     """Correct one rollout; see ``correct_logprobs``.
 
@@ -56,7 +89,10 @@ def correct(
         trainer_logprobs_BT: log_softmax(logits / rollout.temperature) of rollout.tokens_BT, any
             float dtype; positions outside rollout.mask_BT may hold anything.
         config: the name of a preset in PRESETS, or a CorrectionConfig.
-        group: normalize and average over these ranks; every rank must call.
+        train_on_B: the sequences that stay in the mask, by default those that are complete. Metrics
+            and batch normalization are of all.
+        group: normalize, count and average over these ranks, each of which must call: by default
+            all of the job, where torch.distributed is initialised; "local" for this one alone.
 
     Returns:
         Weights, mask, metrics and alarms, on the device of the trainer's logprobs.
@@ -74,6 +110,8 @@ def correct(
         config,
         versions_BT=rollout.versions_BT,
         kv_clipped=rollout.kv_clipped,
+        lengths_B=[len(row) for row in rollout.tokens],
+        train_on_B=rollout.is_complete_B if train_on_B is None else train_on_B,
         group=group,
     )
 
@@ -87,7 +125,9 @@ def correct_logprobs(
     *,
     versions_BT: torch.Tensor | None = None,
     kv_clipped: float | None = None,
-    group: dist.ProcessGroup | None = None,
+    lengths_B: Sequence[int] | torch.Tensor | None = None,
+    train_on_B: Sequence[bool] | torch.Tensor | None = None,
+    group: dist.ProcessGroup | Local | None = None,
 ) -> Correction:
     """Weigh and reject the tokens where mask_BT is True.
 
@@ -99,7 +139,9 @@ def correct_logprobs(
         config: the name of a preset (verl's, in PRESETS), or a CorrectionConfig.
         versions_BT: int64, on any device: adds metrics by policy version.
         kv_clipped: of the rollout; the largest one of all ranks is a metric of that name.
-        group: batch normalization and metrics go over these ranks; every rank must call.
+        lengths_B: tokens of each row before its padding, by default T.
+        train_on_B: as for ``correct``, by default all.
+        group: as for ``correct``.
 
     Returns:
         Weights, mask, alarms, and the metrics of ``mismatch_metrics`` plus
@@ -120,7 +162,7 @@ def correct_logprobs(
     Raises:
         ValueError: as ``mismatch_metrics``, and for an unknown preset.
     """
-    config = _config(config)
+    config, group = _config(config), group_of(group)
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
     groups = checked_groups("correct", *given, versions_BT, group)
     reducer = Reducer()
@@ -145,6 +187,10 @@ def correct_logprobs(
         weights_BT /= weights.batch_mean(reducer, group)
 
     clipped = -1.0 if kv_clipped is None else kv_clipped  # each rank adds the same names
+    if train_on_B is not None:
+        kept_BT &= torch.as_tensor(train_on_B, device=mask_BT.device)[:, None]
+        weights_BT.masked_fill_(~kept_BT, 0.0)
+    reducer.sum("trained", torch.stack([kept_BT.sum(), kept_BT.any(1).sum()]))
     reducer.max("kv_clipped", mask_BT.new_full((), clipped, dtype=torch.float64))
     values = reducer.reduce(group)
     check_values("correct", values)
@@ -159,7 +205,20 @@ def correct_logprobs(
     alarms = check_alarms(metrics)
     if group is None or dist.get_rank(group) == 0:
         announce(alarms)
-    return Correction(weights_BT, kept_BT, old_BT, loss_type, metrics, alarms)
+    tokens, sequences = map(int, values["trained"].tolist())
+    count, width = mask_BT.shape
+    return Correction(
+        weights_BT,
+        kept_BT,
+        old_BT,
+        loss_type,
+        metrics,
+        alarms,
+        lengths_B=torch.as_tensor([width] * count if lengths_B is None else lengths_B).long().cpu(),
+        tokens=tokens,
+        sequences=sequences,
+        ranks=1 if group is None else dist.get_world_size(group),
+    )
 
 
 def _config(config: str | CorrectionConfig) -> CorrectionConfig:

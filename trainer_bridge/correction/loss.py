@@ -3,8 +3,11 @@
 Shapes: B sequences, T tokens of the longest response.
 """
 
+from typing import Literal, TypeAlias, get_args
+
 import torch
 
+from sgl_fp8rl.protocol.values import whole
 from trainer_bridge.correction.correction import Correction
 from trainer_bridge.metrics.batch_inputs import (
     MOST_LOGPROB,
@@ -14,6 +17,8 @@ from trainer_bridge.metrics.batch_inputs import (
 )
 from trainer_bridge.metrics.mismatch import bounded
 
+Reduce: TypeAlias = Literal["none", "tokens", "sequences", "constant"]
+
 
 def policy_loss(
     logprobs_BT: torch.Tensor,
@@ -22,8 +27,12 @@ def policy_loss(
     *,
     clip: tuple[float, float] = (0.2, 0.2),
     dual_clip: float = 3.0,
+    ratio: Literal["token", "sequence"] = "token",
+    reduce: Reduce = "none",
+    max_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Loss of each token, [B, T] in FP32 or wider, 0 where correction.mask_BT is False.
+    """Loss of each token, [B, T] in FP32 or wider, 0 where correction.mask_BT is False; or its part
+    of the whole batch's loss.
 
     ppo_clip: w * max(-rho A, -clamp(rho, 1 - low, 1 + high) A), rho = pi / pi_old within e^+-20,
     for A < 0 at most -dual_clip A (Schulman 2017, arXiv:1707.06347; Ye 2020, arXiv:1912.09729).
@@ -34,14 +43,20 @@ def policy_loss(
             positions outside the mask may hold anything, and get gradient 0.
         advantages_BT: [B, T], or [B, 1] with one for each sequence; of any real dtype, same device.
             Positions outside the mask may hold anything.
-        correction: the batch's correction; of a micro-batch, its rows and columns of each tensor
-            (docs/correction.md).
+        correction: the batch's; of a micro-batch, ``correction[rows]``.
         clip: (low, high) of ppo_clip, not negative.
         dual_clip: bound of ppo_clip's loss for negative advantages, at least 1.
+        ratio: rho of each token, or the geometric mean of its sequence's (GSPO: Zheng et al. 2025,
+            arXiv:2507.18071; its clip is far smaller, there (3e-4, 4e-4)).
+        reduce: "tokens" is the mean over the tokens of the mask (DAPO: arXiv:2503.14476),
+            "sequences" that of the means of sequences (GRPO: arXiv:2402.03300), "constant" the sum
+            over sequences times ``max_tokens`` (Dr. GRPO: arXiv:2503.20783), each of the whole
+            batch on all ranks: the sum over micro-batches is it, once FSDP or DDP has averaged the
+            gradients of the ranks of ``correct``.
+        max_tokens: of "constant", what a response may have.
 
     Returns:
-        [B, T], with gradient; FP32, or FP64 where logprobs_BT are. Divide its sum by the number of
-        tokens in the mask, but at least by 1: all may be rejected.
+        "none": [B, T], with gradient; FP32, or FP64 where logprobs_BT are. Else a scalar.
 
     Raises:
         ValueError: shapes differ, logprobs are not floats, a value that counts is NaN, infinite or
@@ -49,6 +64,7 @@ def policy_loss(
             on the device, for which this waits once.
     """
     _check_clips(clip, dual_clip)
+    _check_reduction(reduce, max_tokens, ratio)
     check_tensors("policy_loss", logprobs_BT=logprobs_BT, advantages_BT=advantages_BT)
     _check_shapes(logprobs_BT, advantages_BT, correction)
     mask_BT = correction.mask_BT
@@ -61,13 +77,43 @@ def policy_loss(
     if correction.loss_type == "reinforce":
         losses_BT = -advantages_BT * logprobs_BT
     else:
-        ratio_BT = bounded(logprobs_BT - correction.old_logprobs_BT).exp()
+        log_ratio_BT = (logprobs_BT - correction.old_logprobs_BT) * mask_BT
+        if ratio == "sequence":  # the value of the mean, the gradient of each token
+            mean_B1 = log_ratio_BT.detach().sum(1, keepdim=True) / _counted(mask_BT)
+            log_ratio_BT = mean_B1 + logprobs_BT - logprobs_BT.detach()
+        ratio_BT = bounded(log_ratio_BT).exp()
         low, high = clip
         clipped_BT = ratio_BT.clamp(1 - low, 1 + high)
         losses_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * clipped_BT)
         capped_BT = torch.minimum(losses_BT, -advantages_BT * dual_clip)
         losses_BT = capped_BT.where(advantages_BT < 0, losses_BT)
-    return losses_BT * correction.weights_BT.to(logprobs_BT.dtype)
+    losses_BT = losses_BT * correction.weights_BT.to(logprobs_BT.dtype)
+    if reduce == "none":
+        return losses_BT
+    if reduce == "sequences":
+        losses_BT = losses_BT / _counted(mask_BT)
+    parts = correction.tokens if reduce == "tokens" else correction.sequences * (max_tokens or 1)
+    return losses_BT.sum() * correction.ranks / max(parts, 1)
+
+
+def _counted(mask_BT: torch.Tensor) -> torch.Tensor:
+    """Tokens of each sequence, at least 1, int64 [B, 1]."""
+    return mask_BT.sum(1, keepdim=True).clamp(min=1)
+
+
+def _check_reduction(reduce: str, max_tokens: int | None, ratio: str) -> None:
+    if reduce not in get_args(Reduce) or ratio not in ("token", "sequence"):
+        raise ValueError(
+            f"policy_loss: reduce is {reduce!r} and ratio {ratio!r}; pass one of "
+            f"{', '.join(get_args(Reduce))}, and token or sequence"
+        )
+    if (reduce == "constant") != (max_tokens is not None):
+        raise ValueError(
+            f"policy_loss: reduce is {reduce!r} and max_tokens {max_tokens!r}; pass max_tokens "
+            f'with "constant", and with it alone'
+        )
+    if max_tokens is not None:
+        whole("policy_loss: max_tokens", max_tokens, least=1)
 
 
 def _check_clips(clip: tuple[float, float], dual_clip: float) -> None:

@@ -20,6 +20,7 @@ from trainer_bridge.metrics.mismatch import (
     ends,
     row_blocks,
 )
+from trainer_bridge.ranks.group import Local, group_of
 
 PERCENTILES = (1, 50, 99)
 
@@ -30,7 +31,7 @@ def mismatch_metrics(
     mask_BT: torch.Tensor,
     *,
     versions_BT: torch.Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Local | None = None,
 ) -> dict[str, float]:
     """The mismatch of the tokens where mask_BT is True, computed in float64.
 
@@ -61,8 +62,9 @@ def mismatch_metrics(
         rollout_logprobs_BT: the same, on the same device.
         mask_BT: bool, on the same device: the tokens that count.
         versions_BT: int64, on any device: the policy version of each token.
-        group: reduce over these ranks; T and B may differ. All of them get the same numbers, or
-            all raise.
+        group: reduce over these ranks, by default all of the job, where torch.distributed is
+            initialised; "local" for this one alone. T and B may differ. All get the same numbers,
+            or all raise.
 
     Returns:
         The metrics by name.
@@ -72,6 +74,7 @@ def mismatch_metrics(
             infinite or above 0 (by more than rounding) where mask_BT is True, or there are no
             tokens.
     """
+    group = group_of(group)
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
     groups = checked_groups("mismatch_metrics", *given, versions_BT, group)
     reducer = Reducer()

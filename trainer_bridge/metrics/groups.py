@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_bridge.metrics.mismatch import LOG_RATIO_BOUND, Reducer, ones_where, row_blocks
-from trainer_bridge.rollouts.rollout import PAD_VERSION
+from trainer_bridge.rollouts.batch import PAD_VERSION
 
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
 """Where the groups of positions start, in tokens of the response."""

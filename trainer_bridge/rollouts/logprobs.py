@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from sgl_fp8rl.protocol.values import real, token_rows
+from trainer_bridge.rollouts.batch import Rollout
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -22,25 +23,30 @@ _warned: set[str] = set()
 
 def response_logprobs(
     model: Any,
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
+    prompts: Rollout | Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]] | None = None,
     temperature: float = 1.0,
+    *,
+    micro_batch_tokens: int | None = None,
 ) -> torch.Tensor:
     """``log_softmax(logits / temperature)`` of each response token, with gradient.
 
     Runs one forward pass over all sequences, padded on the right, which a causal model ignores. The
-    logits of all sequences are in memory at once, so pass slices of a large batch. With FSDP2 every
-    rank calls this with its own sequences.
+    logits of all sequences are in memory at once, so pass ``rollout[rows]`` of a large batch, for
+    each ``rows`` of ``rollout.micro_batches``. With FSDP2 every rank calls this with its own
+    sequences, of which there may be none.
 
     A model in training mode that drops out values, as the engine does not, is warned of once.
 
     Args:
         model: a causal LM of transformers, or a wrapper of one: ``model(tokens_BL,
             use_cache=False).logits`` is [B, L, V], of any float dtype.
-        prompts: B lists of token ids: ``rollout.prompt_tokens``. One is empty only where its
-            request failed. Arrays and tensors of integers, without padding, are taken as well.
-        responses: B lists of token ids, possibly empty: ``rollout.tokens``.
-        temperature: ``rollout.temperature``.
+        prompts: a rollout; or, of other data, B lists of token ids (arrays and tensors of integers,
+            without padding, are taken as well). One is empty only where its request failed.
+        responses: of other data, B lists of token ids, possibly empty.
+        temperature: that other data were sampled at.
+        micro_batch_tokens: without gradient, compute ``rollout.micro_batches`` of so many tokens
+            one after the other; every rank must call.
 
     Returns:
         float32 [B, T] on the logits' device, 0 after the end of a response. Logits are converted to
@@ -51,6 +57,12 @@ def response_logprobs(
             differ in number or hold what is no token id of the model, the temperature is not
             positive and finite, or the model returns no logits of all tokens.
     """
+    count = None
+    if micro_batch_tokens is not None:
+        return _by_micro_batches(model, prompts, micro_batch_tokens)
+    if isinstance(prompts, Rollout):
+        count, temperature = len(prompts), prompts.temperature
+        responses, prompts = prompts.tokens or [[]], prompts.prompt_tokens or [[]]
     prompts = token_rows("response_logprobs: prompts", prompts)
     responses = token_rows("response_logprobs: responses", responses)
     temperature = real("response_logprobs: temperature", temperature)
@@ -98,7 +110,24 @@ def response_logprobs(
     )
     logprobs_BTV = (logits_BLV[row_B1, position_BT].float() / temperature).log_softmax(-1)
     logprobs_BT: torch.Tensor = logprobs_BTV.gather(2, targets_BT[..., None])[..., 0]
-    return logprobs_BT.masked_fill(~mask_BT, 0.0)
+    return logprobs_BT.masked_fill(~mask_BT, 0.0)[:count]
+
+
+def _by_micro_batches(model: Any, rollout: Any, tokens: int) -> torch.Tensor:
+    if not isinstance(rollout, Rollout) or torch.is_grad_enabled():
+        raise ValueError(
+            "response_logprobs: micro_batch_tokens is for a rollout under torch.no_grad(); with a "
+            "gradient, call it for each of rollout.micro_batches, and backward"
+        )
+    found = None
+    for rows in rollout.micro_batches(tokens):
+        logprobs_RT = response_logprobs(model, rollout[rows])
+        if found is None:
+            found = logprobs_RT.new_zeros(rollout.mask_BT.shape)
+        found[rows, : logprobs_RT.shape[1]] = logprobs_RT
+    if found is None:
+        raise ValueError("response_logprobs: the rollout is empty; pass at least one sequence")
+    return found
 
 
 def _check_ids(ids: torch.Tensor, vocabulary: int | None) -> None:

@@ -33,6 +33,7 @@ class Sample(NamedTuple):
     runs: list[str]
     finish_reason: str
     experts: torch.Tensor | None
+    text: str | None
 
 
 def read_sample(
@@ -65,14 +66,16 @@ def read_sample(
     except ValueError as broken:
         return ContractError(str(broken))
     reason = reply["meta_info"]["finish_reason"]["type"]
-    return Sample(prompt, tokens, logprobs, versions, runs, reason, experts)
+    text = reply.get("text")
+    text = text if isinstance(text, str) else None
+    return Sample(prompt, tokens, logprobs, versions, runs, reason, experts, text)
 
 
 def lost(prompt: str | list[int], layout: ExpertLayout | None) -> Sample:
     """Stands for a sample that there is none of."""
     known = [] if isinstance(prompt, str) else prompt
     experts = None if layout is None else layout.read({}, 0, 0)
-    return Sample(known, [], [], [], [], "error", experts)
+    return Sample(known, [], [], [], [], "error", experts, None)
 
 
 def error_of(reply: Any, index: int) -> EngineError | None:

@@ -12,8 +12,6 @@ Shapes: B sequences (prompts times n), T tokens of the longest response.
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ import torch
 
 from sgl_fp8rl.protocol.values import listed, seconds, token_rows, whole
 from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.rollouts.batch import Rollout
 from trainer_bridge.rollouts.replies import ContractError, Sample, lost, read_sample
 from trainer_bridge.rollouts.routed_experts import ExpertLayout
 from trainer_bridge.rollouts.sampling import read_sampling
@@ -28,84 +27,8 @@ from trainer_bridge.rollouts.serving_engines import clipped_by, sample_on, servi
 
 logger = logging.getLogger(__name__)
 
-COMPLETE = ("stop", "length")
-"""Finish reasons of a response that the engine ended as it was asked to."""
 SEED = 42
 """SGLang's, of a request that names none."""
-PAD_VERSION = -2  # padding of versions_BT: -1 is the checkpoint, updates count from 0
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Sampled sequences, one list entry each; the n samples of a prompt are adjacent."""
-
-    prompt_tokens: list[list[int]]
-    """Token ids of each prompt; none for a string whose request failed."""
-    tokens: list[list[int]]
-    """Sampled token ids, without the prompt."""
-    logprobs: list[list[float]]
-    """Natural log of each token's sampling probability (greedy: of its softmax probability)."""
-    versions: list[list[int]]
-    """Policy version that sampled each token, a number within its run; -1 is the checkpoint that
-    the engine started from."""
-    finish_reasons: list[str]
-    """"stop", "length" (it has ``max_new_tokens``), "abort" (cut short, for instance by an update;
-    its tokens are kept), or "error" (the request failed, or its reply is not to be trained on: no
-    tokens)."""
-    temperature: float
-    """The trainer divides its logits by this before log_softmax (1.0 for greedy sampling)."""
-    routed_experts: list[torch.Tensor] | None = None
-    """If requested: the MoE experts of each token of prompt and response except the last, uint8 or
-    int16 [tokens - 1, layers, experts per token] (``trainer_bridge.rollouts.routed_experts``)."""
-    runs: list[list[str]] = field(default_factory=list)
-    """The run of each token's version, as ``update`` named it; empty for the checkpoint."""
-    errors: dict[int, EngineError] = field(default_factory=dict)
-    """Why requests failed, by the index of the sequence."""
-    kv_clipped: float | None = None
-    """The largest share of a layer's K or V that an engine's FP8 KV cache clipped under the scales
-    it has now, asked for after the last reply; None where no cache is FP8."""
-
-    @cached_property
-    def is_complete_B(self) -> torch.Tensor:
-        """True where a response ended by itself or at ``max_new_tokens``, bool [B]. Leave the other
-        rows, which failed or were cut short, out of baseline and loss. Whoever does not train on
-        responses of ``max_new_tokens`` either finds them by their finish reason, "length"."""
-        return torch.tensor(
-            [reason in COMPLETE for reason in self.finish_reasons], dtype=torch.bool
-        )
-
-    @cached_property
-    def tokens_BT(self) -> torch.Tensor:
-        """Token ids, int64 [B, T], padded with 0."""
-        return _pad(self.tokens, np.int64, 0)
-
-    @cached_property
-    def logprobs_BT(self) -> torch.Tensor:
-        """Rollout logprobs, float32 [B, T], padded with 0."""
-        return _pad(self.logprobs, np.float32, 0)
-
-    @cached_property
-    def versions_BT(self) -> torch.Tensor:
-        """Policy versions, int64 [B, T], padded with PAD_VERSION."""
-        return _pad(self.versions, np.int64, PAD_VERSION)
-
-    @cached_property
-    def mask_BT(self) -> torch.Tensor:
-        """True where there is a token, bool [B, T]."""
-        lengths_B = [len(row) for row in self.tokens]
-        with torch.inference_mode(False):  # it is kept, and a gradient may need it
-            columns_T = torch.arange(max(lengths_B, default=0))
-            return columns_T < torch.tensor(lengths_B, dtype=torch.int64)[:, None]
-
-    @property
-    def policy_versions(self) -> list[int]:
-        """All policy versions that sampled a token here, ascending."""
-        return sorted(set().union(*self.versions))
-
-    @property
-    def mixed_version_sequences(self) -> list[int]:
-        """Indices of the sequences that more than one policy version sampled."""
-        return [index for index, row in enumerate(self.versions) if len(set(row)) > 1]
 
 
 def rollout(
@@ -195,8 +118,17 @@ def rollout(
         else None,
         runs=[sample.runs for sample in samples],
         errors=errors,
+        groups=[number for number in range(len(prompts)) for _ in range(n)],
+        texts=_texts(samples),
         kv_clipped=clipped_by(serving),
     )
+
+
+def _texts(samples: Sequence[Sample]) -> list[str] | None:
+    """None where the engine has no tokenizer."""
+    if any(sample.tokens and sample.text is None for sample in samples):
+        return None
+    return [sample.text or "" for sample in samples]
 
 
 def _requests(
@@ -233,12 +165,3 @@ def _read_prompts(prompts: Any) -> list[Any]:
     if all(isinstance(row, str) for row in rows):
         return list(rows)
     return token_rows("rollout: prompts", rows)
-
-
-def _pad(rows: Sequence[Sequence[Any]], dtype: Any, value: int) -> torch.Tensor:
-    """[B, T] of a NumPy dtype; NumPy reads lists four times as fast as torch."""
-    padded_BT = np.full((len(rows), max(map(len, rows), default=0)), value, dtype)
-    for index, row in enumerate(rows):
-        padded_BT[index, : len(row)] = row
-    with torch.inference_mode(False):  # as above
-        return torch.from_numpy(padded_BT)
