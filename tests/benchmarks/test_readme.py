@@ -83,7 +83,10 @@ def rollout_of(
 ) -> trainer_bridge.Rollout:
     rows = [row[: len(t)].tolist() for row, t in zip(logprobs_BT, tokens, strict=True)]
     stamps = [[version] * len(t) for t in tokens]
-    return trainer_bridge.Rollout(prompts, tokens, rows, stamps, ["stop"] * len(tokens), 1.0)
+    more: Any = {"groups": [row // 8 for row in range(len(tokens))]}
+    more["texts"] = [" ".join(map(str, row)) for row in tokens]
+    ended = ["stop"] * len(tokens)
+    return trainer_bridge.Rollout(prompts, tokens, rows, stamps, ended, 1.0, **more)
 
 
 def run_loop(monkeypatch: pytest.MonkeyPatch, reasons: list[str], reward: Any) -> tuple[Any, int]:
@@ -132,7 +135,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_the_loop_of_readme_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, updates = run_loop(monkeypatch, ["stop"], lambda tokens: float(len(tokens)))
+    model, updates = run_loop(monkeypatch, ["stop"], lambda text: float(len(text)))
     assert updates > 1 and not same(model, tiny("qwen3"))
 
 
@@ -146,8 +149,8 @@ def test_the_loop_of_readme_leaves_out_what_failed(
     def model(reasons: list[str], of_failed: float) -> Any:
         of_third = 1.0 if reasons == ["stop"] else of_failed  # the third has three tokens, or none
 
-        def reward(tokens: list[int]) -> float:
-            return of_third if len(tokens) in (0, 3) else 1.0
+        def reward(text: str) -> float:
+            return of_third if len(text.split()) in (0, 3) else 1.0
 
         return run_loop(monkeypatch, reasons, reward)[0]
 
