@@ -77,12 +77,6 @@ def check_sentence(error: Exception) -> None:
     assert "\n" not in text and 40 < len(text) < 1000, text
 
 
-def test_a_sound_reply_loses_none() -> None:
-    """The control."""
-    result = rollout(BrokenEngine(reply_with("text", "")), PROMPTS, {}, routed_experts=True)
-    assert (result.errors, result.tokens[BROKEN]) == ({}, [10, 11])
-
-
 def test_parts_of_sglangs_own_types_are_read() -> None:
     """In this process entries are tuples and a status is an ``IntEnum``; parts may be None."""
     reply: Reply = reply_with("meta_info.output_token_logprobs", [(-0.5, 10, None), (-1, 11, "b")])

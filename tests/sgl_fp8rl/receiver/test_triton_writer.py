@@ -23,7 +23,6 @@ from tests.sgl_fp8rl.receiver import fake_gpu, toy
 from tests.sgl_fp8rl.receiver.fake_gpu import (
     GPUS,
     SECONDS,
-    Damage,
     FakeLaunch,
     Interpreter,
     OnDevice,
@@ -37,60 +36,6 @@ gpu = fake_gpu.gpu
 CPU = torch.device("cpu")
 BLOCK_ROWS = 128 * toy.HEADS
 """Elements of 128 rows of the widest matrix of the toy model."""
-
-
-DAMAGE: dict[str, Damage] = {
-    "one is missing": lambda descriptors: descriptors[:-1],
-    "a row too low": lambda descriptors: [shifted(descriptors[0]), *descriptors[1:]],
-    "two exchange what they read": lambda descriptors: [
-        *descriptors[:1],
-        *exchanged(descriptors[1:3]),
-        *descriptors[3:],
-    ],
-    "the scales of another block": lambda descriptors: [
-        m._replace(scales=m.scales + 4) if m.scales else m for m in descriptors
-    ],
-    "scales in columns": lambda descriptors: [
-        m._replace(scale_stride=m.scale_stride + 1) if m.scales else m for m in descriptors
-    ],
-    "rows read too far apart": lambda descriptors: [
-        m._replace(source_stride=m.source_stride + 1, rows=m.rows - 1 or 1) for m in descriptors
-    ],
-    "the other half": lambda descriptors: [
-        m._replace(source=descriptors[0].source) for m in descriptors
-    ],
-}
-
-
-def shifted(descriptor: CopyDescriptor) -> CopyDescriptor:
-    """Every row one row further down; the last is left out."""
-    step = descriptor.target_stride * descriptor.target_dtype.itemsize
-    if descriptor.rows == 1:  # a box that is contiguous is one row
-        half = descriptor.cols // 2
-        return descriptor._replace(
-            cols=half, target=descriptor.target + half * descriptor.target_dtype.itemsize
-        )
-    return descriptor._replace(rows=descriptor.rows - 1, target=descriptor.target + step)
-
-
-def exchanged(pair: list[CopyDescriptor]) -> list[CopyDescriptor]:
-    one, other = pair
-    return [one._replace(source=other.source), other._replace(source=one.source)]
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_the_controls_wrong_moves_leave_other_bytes_or_leave_their_memory(
-    gpu: Interpreter, damage: Damage
-) -> None:
-    tensors = toy.checkpoint()
-    weights = engine(gpu, toy.toy(), toy.SHAPES)
-    gpu.damage = damage
-    try:
-        toy.update(weights, tensors)
-    except AssertionError as error:
-        assert "not this move's to touch" in str(error)
-        return
-    assert not toy.same(toy.contents(weights.model), toy.expected(tensors))
 
 
 @st.composite
