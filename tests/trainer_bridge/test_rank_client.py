@@ -111,17 +111,6 @@ def test_a_rank_that_refuses_the_token_lets_all_go(
     assert held.value is not None
 
 
-def test_the_sentence_of_the_rank_that_failed_is_raised(ranks: list[Rank]) -> None:
-    ranks[1].answer = refuse("finish", "rank 1 ran out of luck")
-    connected = connect(ranks)
-    with pytest.raises(EngineError, match=r"^rank 1 ran out of luck$"):
-        connected.ask({"op": "finish"})
-    connected.send({"op": "abort"})
-    connected.close()
-    ranks[0].join()
-    assert ranks[0].ops() == ["hello", "finish", "abort"]
-
-
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_that_is_gone_is_told_no_more(ranks: list[Rank], gone: int) -> None:
     """It is when its reply is awaited that this is known; the others still hear what is sent."""

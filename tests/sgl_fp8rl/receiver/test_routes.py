@@ -116,15 +116,6 @@ def bf16(*shape: int) -> dict[str, torch.Tensor]:
     return {"w": torch.zeros(shape, dtype=BF16)}
 
 
-def test_a_parameter_covered_once_passes() -> None:
-    table({"a": [route(ALL)]}, bf16(256, 128)).check()
-    table({"a": [route(ALL)]}, fp8_storage("w", 256, 128)).check()
-    halves = {"a": [route(ALL)], "b": [route(((256, 512), (0, 128)), source="b")]}
-    table(halves, fp8_storage("w", 512, 128)).check()
-    constants = [("w", ((256, 300), (0, 128)), 0.0)]
-    table({"a": [route(ALL)]}, bf16(300, 128), constants=constants).check()
-
-
 CODES = torch.zeros(256, 128).to(FP8)
 CHECK_REFUSES: list[tuple[list[Route], dict[str, torch.Tensor], str]] = [
     ([], bf16(256, 128), "writes 0 of 32768 elements of w"),
@@ -268,12 +259,3 @@ def test_an_update_may_omit_what_no_rank_keeps() -> None:
     tied.skipped = frozenset({"head"})
     tied.match(Manifest({"a": A_WEIGHT}))
     tied.match(Manifest({"a": A_WEIGHT, "head": A_WEIGHT}))
-
-
-def test_routes_of_scales_follow_their_codes() -> None:
-    box = Route("a", ((128, 256), (0, 128)), "w", ((1, 2), (384, 512), (0, 128)))
-    routes = table({"a": [box]}, fp8_storage("w", 2, 512, 128))
-    assert routes.routes_for("a", fp8_manifest()) == [box]
-    assert routes.routes_for("a_scale_inv", fp8_manifest()) == [
-        Route("a_scale_inv", ((1, 2), (0, 1)), "w_scale_inv", ((1, 2), (3, 4), (0, 1)))
-    ]

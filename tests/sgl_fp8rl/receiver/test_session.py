@@ -26,16 +26,6 @@ def weights() -> EngineWeights:
 # -- versions and states
 
 
-def test_versions_only_grow(weights: EngineWeights) -> None:
-    tensors = toy.checkpoint()
-    update(weights, tensors, version=3)
-    for version in (0, 2, 3):
-        with pytest.raises(ManifestError, match=f"version {version} is not newer"):
-            weights.check_policy(Policy(toy.RUN, version))
-    update(weights, tensors, version=7)
-    assert weights.policy.version == 7
-
-
 def test_a_run_does_not_come_back_once_another_committed(weights: EngineWeights) -> None:
     tensors = toy.checkpoint()
     update(weights, tensors, version=5)

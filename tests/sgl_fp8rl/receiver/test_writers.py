@@ -197,11 +197,3 @@ def test_a_scale_is_positive_and_finite(make: Make, bad: float) -> None:
     fault = r"attn\.k\.weight_scale_inv holds a scale that is not a positive number"
     with pytest.raises(ValueError, match=fault):
         toy.update(make(toy.toy(), toy.SHAPES), streamed)
-
-
-def test_negative_weights_are_no_scales(make: Make) -> None:
-    """The control: only scales must be positive."""
-    tensors = {name: -tensor.abs() for name, tensor in toy.checkpoint().items()}
-    weights = make(toy.toy(), toy.SHAPES)
-    toy.update(weights, tensors)
-    assert weights.state is State.SERVING
