@@ -51,6 +51,7 @@ def a_batch(problems: list[tasks.Problem], n: int, seed: str, off: float = 6.0) 
         versions=[[0] * len(row) for row in tokens],
         finish_reasons=["stop"] * len(tokens),
         temperature=1.0,
+        groups=[row // n for row in range(len(tokens))],
     )
 
 
