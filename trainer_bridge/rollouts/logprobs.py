@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sgl_fp8rl.protocol.values import real, token_rows
 from trainer_bridge.rollouts.batch import Rollout
-from trainer_bridge.rollouts.head import Selected, head_of
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -32,11 +31,10 @@ def response_logprobs(
 ) -> torch.Tensor:
     """``log_softmax(logits / temperature)`` of each response token, with gradient.
 
-    Runs one forward pass over all sequences, padded on the right, which a causal model ignores.
-    Logits are computed in chunks of 256 MiB, and again in the backward pass (``head.py``); those of
-    a model that is compiled as a whole, or whose head is not a plain linear, are in memory at once.
-    Pass ``rollout[rows]`` of a large batch, for each ``rows`` of ``rollout.micro_batches``. With
-    FSDP2 every rank calls this with its own sequences, of which there may be none.
+    Runs one forward pass over all sequences, padded on the right, which a causal model ignores. The
+    logits of all sequences are in memory at once, so pass ``rollout[rows]`` of a large batch, for
+    each ``rows`` of ``rollout.micro_batches``. With FSDP2 every rank calls this with its own
+    sequences, of which there may be none.
 
     A model in training mode that drops out values, as the engine does not, is warned of once.
 
@@ -98,19 +96,7 @@ def response_logprobs(
     if isinstance(model, nn.Module):
         _check_model(model, tokens_BL)
         _warn_of_dropout(model)
-    tokens_BL = tokens_BL.to(_device_of(model))
-    if isinstance(model, nn.Module) and (known := head_of(model)) is not None:
-        at = mask_BT.nonzero(as_tuple=True)
-        of = Selected(*known, tokens_BL.shape, at[0], position_BT[at], targets_BT[at], temperature)
-        _check_ids(of.targets_N, of.head.out_features)
-        with of.captured():
-            output = model(tokens_BL, use_cache=False)
-        found_N = of.found(getattr(output, "logits", None))
-        if found_N is not None:
-            found_BT = found_N.new_zeros(mask_BT.shape)
-            found_BT[tuple(index.to(found_N.device) for index in at)] = found_N
-            return found_BT[:count]
-    output = model(tokens_BL, use_cache=False)
+    output = model(tokens_BL.to(_device_of(model)), use_cache=False)
     logits_BLV = getattr(output, "logits", None)
     if not isinstance(logits_BLV, torch.Tensor) or logits_BLV.shape[:2] != tokens_BL.shape:
         raise ValueError(
