@@ -168,7 +168,7 @@ def learn(
     rewards_PG: torch.Tensor,
 ) -> dict[str, float]:
     """One policy gradient step on the whole batch; every rank calls. Returns its metrics."""
-    rows = torch.arange(len(batch)).chunk(dist.get_world_size())[dist.get_rank()]
+    rows = torch.arange(len(batch)).tensor_split(dist.get_world_size())[dist.get_rank()]
     advantages_B1 = group_advantages(batch, rewards_PG.flatten())[rows].to(model.device)
     mine = batch[rows]
     logprobs_BT = response_logprobs(model, mine)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.trainer_bridge import ranks
 from trainer_bridge import Rollout, correct, group_advantages, policy_loss, response_logprobs
+from trainer_bridge.correction import correct_logprobs
 from trainer_bridge.engines.engine_client import EngineError
 
 VOCAB = 11
@@ -231,10 +232,10 @@ def test_advantages_by_hand() -> None:
 @pytest.mark.parametrize(
     ("rewards", "more", "fault"),
     [
-        ([1.0] * 5, {}, "has|have 6 groups, rewards of shape"),
+        ([1.0] * 5, {}, "rewards_B is .*; pass a float64 for each of 6 sequences"),
         ([math.nan] * 6, {}, "NaN or infinite"),
         ([1.0] * 6, {"kind": "ppo"}, "kind is 'ppo'"),
-        ([1.0] * 6, {"train_on_B": [True]}, "train_on_B of"),
+        ([1.0] * 6, {"train_on_B": [True]}, "train_on_B is .*; pass a bool for each of 6"),
     ],
 )
 def test_rewards_that_cannot_be_used_are_refused(
@@ -242,6 +243,44 @@ def test_rewards_that_cannot_be_used_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"group_advantages: .*({fault})"):
         group_advantages(drawn(LENGTHS), rewards, **more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"train_on_B": [True]}, {"train_on_B": None, "lengths_B": [6] * 5}, {"lengths_B": [1] * 6}],
+    ids=str,
+)
+def test_rows_that_do_not_fit_are_refused(more: dict[str, Any]) -> None:
+    batch = drawn(LENGTHS)
+    given = batch.logprobs_BT, batch.logprobs_BT, batch.mask_BT
+    with pytest.raises(ValueError, match=r"correct: (train_on_B|lengths_B) (is|ends before)"):
+        correct_logprobs(*given, **more)
+
+
+def refusing_rank(rank: int, folder: Path) -> None:
+    """One rank has no rows, the other one passes what cannot be used: both raise."""
+    batch = drawn(LENGTHS)[:0] if rank else drawn(LENGTHS)
+    with pytest.raises(ValueError, match=r"train_on_B is|other ranks refused"):
+        correct(batch, batch.logprobs_BT, train_on_B=[] if rank else [True])
+    found = correct(batch, batch.logprobs_BT, train_on_B=[True] * len(batch))
+    assert found.tokens == sum(response for _, response in LENGTHS) and found.ranks == 2
+    assert len(found) == len(batch)
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
+    ranks.run(refusing_rank, tmp_path, 2, 30.0)
+
+
+def test_a_rollout_brings_its_own_responses() -> None:
+    batch = drawn(LENGTHS)
+    for more in ({"responses": [[1]]}, {"temperature": 1.0}):
+        with pytest.raises(ValueError, match="pass it alone"):
+            response_logprobs(Bigrams(), batch, **more)
+    with pytest.raises(ValueError, match=r"under torch.no_grad\(\)"):
+        response_logprobs(Bigrams(), batch, micro_batch_tokens=9)
+    with torch.no_grad():
+        found = response_logprobs(Bigrams(), batch, micro_batch_tokens=9, group="local")
+        assert torch.equal(found, response_logprobs(Bigrams(), batch))
 
 
 @pytest.mark.parametrize(

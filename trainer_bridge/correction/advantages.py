@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from trainer_bridge.metrics.batch_inputs import each_row
 from trainer_bridge.rollouts.batch import Rollout
 
 SMALLEST_STD = 1e-6
@@ -40,15 +41,15 @@ def group_advantages(
     """
     if kind not in ("grpo", "dr_grpo", "rloo"):
         raise ValueError(f"group_advantages: kind is {kind!r}; pass grpo, dr_grpo or rloo")
-    rewards = torch.as_tensor(rewards_B, device="cpu").double()
-    counts = torch.as_tensor(rollout.is_complete_B if train_on_B is None else train_on_B).cpu()
-    size = (len(rollout),)
-    if rewards.shape != size or counts.shape != size or len(rollout.groups) != len(rollout):
-        raise ValueError(
-            f"group_advantages: {len(rollout)} sequences have {len(rollout.groups)} groups, "
-            f"rewards of shape {tuple(rewards.shape)} and train_on_B of {tuple(counts.shape)}; "
-            f"pass what trainer_bridge.rollout returned, and one reward for each sequence"
-        )
+    count = len(rollout)
+    rewards, fault = each_row("rewards_B", rewards_B, torch.float64, count)
+    counts, other = each_row(
+        "train_on_B", rollout.is_complete_B if train_on_B is None else train_on_B, torch.bool, count
+    )
+    if len(rollout.groups) != count:
+        other = f"the rollout has no groups; give it one for each of {count} sequences"
+    if fault or other:
+        raise ValueError(f"group_advantages: {fault or other}")
     rewards = rewards.where(counts, 0.0)
     if not rewards.isfinite().all():
         raise ValueError("group_advantages: a reward is NaN or infinite; look at what made it")

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from trainer_bridge.correction import weights
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, LossType
 from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
-from trainer_bridge.metrics.batch_inputs import check_tensors, check_values, checked_groups
+from trainer_bridge.metrics.batch_inputs import (
+    check_tensors,
+    check_values,
+    checked_groups,
+    each_row,
+)
 from trainer_bridge.metrics.batch_metrics import add_mismatch, read_mismatch
 from trainer_bridge.metrics.mismatch import Mismatch, Reducer, ones_where, row_blocks
 from trainer_bridge.ranks.group import Local, group_of
@@ -56,6 +61,7 @@ class Correction:
     def __len__(self) -> int:
         return len(self.lengths_B)
 
+    @torch.inference_mode(False)
     def __getitem__(self, rows: Rows) -> "Correction":
         kept_R = torch.tensor(indices_of("correction", rows, len(self)), dtype=torch.int64)
         lengths_R = self.lengths_B[kept_R]
@@ -139,7 +145,8 @@ def correct_logprobs(
         config: the name of a preset (verl's, in PRESETS), or a CorrectionConfig.
         versions_BT: int64, on any device: adds metrics by policy version.
         kv_clipped: of the rollout; the largest one of all ranks is a metric of that name.
-        lengths_B: tokens of each row before its padding, by default T.
+        lengths_B: tokens of each row before its padding, which ``correction[rows]`` cuts off; by
+            default T.
         train_on_B: as for ``correct``, by default all.
         group: as for ``correct``.
 
@@ -164,7 +171,14 @@ def correct_logprobs(
     """
     config, group = _config(config), group_of(group)
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
-    groups = checked_groups("correct", *given, versions_BT, group)
+    count, width = (*getattr(mask_BT, "shape", ()), 0, 0)[:2]  # checked below
+    lengths_B, fault = each_row(
+        *("lengths_B", [width] * count if lengths_B is None else lengths_B, torch.int64, count)
+    )
+    trained_B, of_trained = each_row(
+        *("train_on_B", [True] * count if train_on_B is None else train_on_B, torch.bool, count)
+    )
+    groups = checked_groups("correct", *given, versions_BT, group, fault or of_trained)
     reducer = Reducer()
     weights_BT, old_BT = (torch.empty_like(mask_BT, dtype=torch.float32) for _ in range(2))
     kept_BT = torch.empty_like(mask_BT)
@@ -188,12 +202,16 @@ def correct_logprobs(
 
     clipped = -1.0 if kv_clipped is None else kv_clipped  # each rank adds the same names
     if train_on_B is not None:
-        kept_BT &= torch.as_tensor(train_on_B, device=mask_BT.device)[:, None]
+        kept_BT &= trained_B.to(mask_BT.device)[:, None]
         weights_BT.masked_fill_(~kept_BT, 0.0)
+    after_BT = torch.arange(width) >= lengths_B[:, None]
+    reducer.sum("after", (after_BT.to(mask_BT.device) & mask_BT).sum())
     reducer.sum("trained", torch.stack([kept_BT.sum(), kept_BT.any(1).sum()]))
     reducer.max("kv_clipped", mask_BT.new_full((), clipped, dtype=torch.float64))
     values = reducer.reduce(group)
     check_values("correct", values)
+    if values["after"]:
+        raise ValueError("correct: lengths_B ends before mask_BT does; pass the tokens of each row")
     metrics = read_mismatch(values, groups, config.means)
     if config.rollout_is is not None:
         metrics |= weights.read_weights(values, metrics, config)
@@ -206,7 +224,6 @@ def correct_logprobs(
     if group is None or dist.get_rank(group) == 0:
         announce(alarms)
     tokens, sequences = map(int, values["trained"].tolist())
-    count, width = mask_BT.shape
     return Correction(
         weights_BT,
         kept_BT,
@@ -214,7 +231,7 @@ def correct_logprobs(
         loss_type,
         metrics,
         alarms,
-        lengths_B=torch.as_tensor([width] * count if lengths_B is None else lengths_B).long().cpu(),
+        lengths_B=lengths_B,
         tokens=tokens,
         sequences=sequences,
         ranks=1 if group is None else dist.get_world_size(group),

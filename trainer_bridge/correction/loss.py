@@ -46,13 +46,15 @@ def policy_loss(
         correction: the batch's; of a micro-batch, ``correction[rows]``.
         clip: (low, high) of ppo_clip, not negative.
         dual_clip: bound of ppo_clip's loss for negative advantages, at least 1.
-        ratio: rho of each token, or the geometric mean of its sequence's (GSPO: Zheng et al. 2025,
-            arXiv:2507.18071; its clip is far smaller, there (3e-4, 4e-4)).
-        reduce: "tokens" is the mean over the tokens of the mask (DAPO: arXiv:2503.14476),
-            "sequences" that of the means of sequences (GRPO: arXiv:2402.03300), "constant" the sum
-            over sequences times ``max_tokens`` (Dr. GRPO: arXiv:2503.20783), each of the whole
-            batch on all ranks: the sum over micro-batches is it, once FSDP or DDP has averaged the
-            gradients of the ranks of ``correct``.
+        ratio: rho of each token, or the geometric mean of its sequence's (TRL's
+            importance_sampling_level; GSPO: Zheng et al. 2025, arXiv:2507.18071, whose clip is
+            (3e-4, 4e-4)).
+        reduce: "tokens" is the mean over the tokens of the mask (verl's token-mean; DAPO:
+            arXiv:2503.14476), "sequences" that of the means of sequences (seq-mean-token-mean;
+            GRPO: arXiv:2402.03300), "constant" the sum over sequences times ``max_tokens`` (Dr.
+            GRPO: arXiv:2503.20783), each of the whole batch on all ranks: the sum over
+            micro-batches is it, once FSDP or DDP has averaged the gradients of the ranks of
+            ``correct``.
         max_tokens: of "constant", what a response may have.
 
     Returns:
@@ -74,6 +76,10 @@ def policy_loss(
         advantages_BT = advantages_BT.to(wide)
     advantages_BT = advantages_BT.expand_as(mask_BT).masked_fill(~mask_BT, 0.0)
     _check_values(logprobs_BT.detach(), advantages_BT)
+    if correction.loss_type == "reinforce" and ratio == "sequence":
+        raise ValueError(
+            "policy_loss: ratio is 'sequence' and the loss reinforce, which has none; use ppo_clip"
+        )
     if correction.loss_type == "reinforce":
         losses_BT = -advantages_BT * logprobs_BT
     else:
@@ -133,8 +139,7 @@ def _check_shapes(
     logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor, correction: Correction
 ) -> None:
     fault = fault_of(
-        "pass logprobs of all sequences that were corrected, or for a micro-batch its part of the "
-        "correction, as docs/correction.md does",
+        "pass logprobs of all sequences that were corrected, or for a micro-batch correction[rows]",
         logprobs_BT=logprobs_BT,
         weights_BT=correction.weights_BT,
         old_logprobs_BT=correction.old_logprobs_BT,

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.metrics.groups import Groups, agree_on_versions
 from trainer_bridge.metrics.mismatch import Values
+from trainer_bridge.ranks.group import device_of
 
 MOST_LOGPROB = 0.01
 """In nats: beyond rounding, which is 1e-4 in FP32 for logits of 1000; nearly all probabilities of
@@ -60,6 +62,20 @@ def fault_of(
     return None
 
 
+def each_row(
+    name: str, values: Any, dtype: torch.dtype, count: int
+) -> tuple[torch.Tensor, str | None]:
+    """``values`` as a tensor [B] on the host, and what is wrong with them."""
+    try:
+        found_B = torch.as_tensor(values, dtype=dtype).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        found_B = torch.empty(0, 0, dtype=dtype)
+    if found_B.shape == (count,):
+        return found_B, None
+    kind = str(dtype).removeprefix("torch.")
+    return found_B, f"{name} is {excerpt(values)}; pass a {kind} for each of {count} sequences"
+
+
 def checked_groups(
     caller: str,
     trainer_BT: torch.Tensor,
@@ -67,19 +83,25 @@ def checked_groups(
     mask_BT: torch.Tensor,
     versions_BT: torch.Tensor | None,
     group: dist.ProcessGroup | None,
+    fault: str | None = None,
 ) -> Groups:
-    """The groups that all ranks agree on, or a ValueError on each if one rank has a fault."""
+    """The groups that all ranks agree on, or a ValueError on each if one rank has a fault.
+
+    Args:
+        fault: one that is known of this rank.
+    """
     named = {"trainer_logprobs_BT": trainer_BT, "rollout_logprobs_BT": rollout_BT}
     known = {} if versions_BT is None else {"versions_BT": versions_BT}
     check_tensors(caller, **named, mask_BT=mask_BT, **known)
-    fault = fault_of(
+    fault = fault or fault_of(
         "pass one [B, T] logprob for each response token, without the prompt",
         mask_BT=mask_BT,
         versions_BT=versions_BT,
         **named,
     )
     sent_mask_BT = None if fault else mask_BT
-    versions, refused = agree_on_versions(versions_BT, sent_mask_BT, trainer_BT.device, group)
+    device = device_of(group, trainer_BT.device)
+    versions, refused = agree_on_versions(versions_BT, sent_mask_BT, device, group)
     if refused and not fault:
         fault = f"{refused} other ranks refused their inputs; see their errors"
     if fault:

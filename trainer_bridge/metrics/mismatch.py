@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from trainer_bridge.ranks.group import device_of
+
 LOG_RATIO_BOUND = 20.0
 """Log ratios are clamped to +-20 before exp, as in verl: e^40 and its sums stay finite."""
 
@@ -174,10 +176,12 @@ class Reducer:
 
     def total(self, name: str, group: dist.ProcessGroup | None) -> torch.Tensor:
         """One sum so far, over the ranks of ``group``, on its device."""
-        total = self._sums[name].clone()
-        if group is not None:
-            dist.all_reduce(total, dist.ReduceOp.SUM, group)
-        return total
+        own = self._sums[name]
+        if group is None:
+            return own
+        total = own.to(device_of(group, own.device), copy=True)
+        dist.all_reduce(total, dist.ReduceOp.SUM, group)
+        return total.to(own.device)
 
     def reduce(self, group: dist.ProcessGroup | None) -> Values:
         """All values over the ranks of ``group`` (None: this process)."""
@@ -185,6 +189,7 @@ class Reducer:
         named = dict(sorted(self._sums.items())) | dict(sorted(self._maxima.items()))
         together = torch.cat([value.reshape(-1) for value in named.values()])
         if group is not None:
+            together = together.to(device_of(group, together.device))
             added = sum(value.numel() for value in self._sums.values())
             dist.all_reduce(together[:added], dist.ReduceOp.SUM, group)
             dist.all_reduce(together[added:], dist.ReduceOp.MAX, group)

@@ -19,12 +19,18 @@ def group_of(group: dist.ProcessGroup | Local | None) -> dist.ProcessGroup | Non
     return group
 
 
+def device_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Where a collective of tensors on ``device`` runs: NCCL has none on the host."""
+    if group is not None and dist.get_backend(group) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def most_of(count: int, group: dist.ProcessGroup | Local | None) -> int:
     """The largest count of all ranks, each of which must call."""
     ranks = group_of(group)
     if ranks is None:
         return count
-    device = dist.distributed_c10d._get_pg_default_device(ranks)
-    found = torch.tensor(count, device=device)
+    found = torch.tensor(count, device=device_of(ranks, torch.device("cpu")))
     dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks)
     return int(found)

@@ -11,10 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from sgl_fp8rl.protocol.values import real, token_rows
+from trainer_bridge.ranks.group import Local
 from trainer_bridge.rollouts.batch import Rollout
 
 logger = logging.getLogger(__name__)
@@ -25,9 +27,10 @@ def response_logprobs(
     model: Any,
     prompts: Rollout | Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]] | None = None,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     *,
     micro_batch_tokens: int | None = None,
+    group: dist.ProcessGroup | Local | None = None,
 ) -> torch.Tensor:
     """``log_softmax(logits / temperature)`` of each response token, with gradient.
 
@@ -44,9 +47,9 @@ def response_logprobs(
         prompts: a rollout; or, of other data, B lists of token ids (arrays and tensors of integers,
             without padding, are taken as well). One is empty only where its request failed.
         responses: of other data, B lists of token ids, possibly empty.
-        temperature: that other data were sampled at.
+        temperature: that other data were sampled at, by default 1.
         micro_batch_tokens: without gradient, compute ``rollout.micro_batches`` of so many tokens
-            one after the other; every rank must call.
+            one after the other; every rank of ``group`` must call, which is as for ``correct``.
 
     Returns:
         float32 [B, T] on the logits' device, 0 after the end of a response. Logits are converted to
@@ -59,12 +62,17 @@ def response_logprobs(
     """
     count = None
     if micro_batch_tokens is not None:
-        return _by_micro_batches(model, prompts, micro_batch_tokens)
+        return _by_micro_batches(model, prompts, micro_batch_tokens, group)
     if isinstance(prompts, Rollout):
+        if responses is not None or temperature is not None:
+            raise ValueError(
+                "response_logprobs: a rollout has its responses and temperature; pass it alone"
+            )
         count, temperature = len(prompts), prompts.temperature
         responses, prompts = prompts.tokens or [[]], prompts.prompt_tokens or [[]]
     prompts = token_rows("response_logprobs: prompts", prompts)
     responses = token_rows("response_logprobs: responses", responses)
+    temperature = 1.0 if temperature is None else temperature
     temperature = real("response_logprobs: temperature", temperature)
     if not prompts or len(prompts) != len(responses):
         raise ValueError(
@@ -113,14 +121,16 @@ def response_logprobs(
     return logprobs_BT.masked_fill(~mask_BT, 0.0)[:count]
 
 
-def _by_micro_batches(model: Any, rollout: Any, tokens: int) -> torch.Tensor:
+def _by_micro_batches(
+    model: Any, rollout: Any, tokens: int, group: dist.ProcessGroup | Local | None
+) -> torch.Tensor:
     if not isinstance(rollout, Rollout) or torch.is_grad_enabled():
         raise ValueError(
             "response_logprobs: micro_batch_tokens is for a rollout under torch.no_grad(); with a "
             "gradient, call it for each of rollout.micro_batches, and backward"
         )
     found = None
-    for rows in rollout.micro_batches(tokens):
+    for rows in rollout.micro_batches(tokens, group=group):
         logprobs_RT = response_logprobs(model, rollout[rows])
         if found is None:
             found = logprobs_RT.new_zeros(rollout.mask_BT.shape)

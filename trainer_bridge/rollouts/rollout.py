@@ -126,7 +126,7 @@ def rollout(
 
 def _texts(samples: Sequence[Sample]) -> list[str] | None:
     """None where the engine has no tokenizer."""
-    if any(sample.tokens and sample.text is None for sample in samples):
+    if all(sample.text is None for sample in samples):
         return None
     return [sample.text or "" for sample in samples]
 
