@@ -22,7 +22,7 @@ def group_advantages(
     *,
     train_on_B: Sequence[bool] | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The reward of each response over the mean of its group's, float32 [B, 1] on the host.
+    """The reward of each response over the mean of its group's.
 
     "grpo" divides by the group's standard deviation, over n - 1 (Shao et al. 2024,
     arXiv:2402.03300); "dr_grpo" does not (Liu et al. 2025, arXiv:2503.20783); "rloo" leaves the
@@ -32,8 +32,12 @@ def group_advantages(
     Args:
         rollout: the sequences, whole groups of them.
         rewards_B: a number for each; of those left out it may be anything.
+        kind: one of the three above.
         train_on_B: the sequences that count, by default those that are complete. Others are in no
             mean and get 0.
+
+    Returns:
+        Float32 [B, 1], on the host.
 
     Raises:
         ValueError: there is not one reward for each sequence, one that counts is NaN or infinite,

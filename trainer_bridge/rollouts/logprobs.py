@@ -49,7 +49,8 @@ def response_logprobs(
         responses: of other data, B lists of token ids, possibly empty.
         temperature: that other data were sampled at, by default 1.
         micro_batch_tokens: without gradient, compute ``rollout.micro_batches`` of so many tokens
-            one after the other; every rank of ``group`` must call, which is as for ``correct``.
+            one after the other.
+        group: the ranks that do so together, of which each must call; as for ``correct``.
 
     Returns:
         float32 [B, T] on the logits' device, 0 after the end of a response. Logits are converted to
