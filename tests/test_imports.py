@@ -20,10 +20,10 @@ LAYERS = (
     # what trainer and engine share
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
-    "trainer_bridge.engines trainer_bridge.router_replay trainer_bridge.kv",
+    "trainer_bridge.engines trainer_bridge.router_replay",
     "trainer_bridge.sources",
     "trainer_bridge.ranks",
-    "trainer_bridge.transport",
+    "trainer_bridge.transport trainer_bridge.kv",
     "trainer_bridge.transfer",
     "trainer_bridge.shards",
     "trainer_bridge.ways",

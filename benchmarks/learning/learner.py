@@ -6,8 +6,6 @@ each. Passes are cut by length, so that a step fits beside other runs on the sam
 Shapes: B sequences, T tokens of the longest response, P prompts, G responses to each.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -83,42 +81,17 @@ class Learner:
         self._write()
 
 
-def micro_batches_of(
-    prompts: list[list[int]], responses: list[list[int]], limit: int
-) -> Iterator[list[int]]:
-    """Indices of sequences that go through the model together, those of like length, with at most
-    ``limit`` padded tokens."""
-    length = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    micro_batch: list[int] = []
-    for index in sorted(range(len(length)), key=lambda i: length[i]):
-        if micro_batch and length[index] * (len(micro_batch) + 1) > limit:
-            yield micro_batch
-            micro_batch = []
-        micro_batch.append(index)
-    yield micro_batch
-
-
-def logprobs_of(model: PreTrainedModel, batch: Rollout) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Indices of sequences, and their logprobs [indices, longest response] by the trainer's
-    weights, until all of the batch were there."""
-    for some in micro_batches_of(batch.prompt_tokens, batch.tokens, TOKENS_PER_PASS):
-        yield some, response_logprobs(model, batch[some])
-
-
 def learn(
     learner: Learner, batch: Rollout, rewards_PG: torch.Tensor, config: str
 ) -> tuple[Correction, float]:
     """One GRPO step on the whole batch; returns its correction, and the norm of the gradient before
     it was clipped."""
-    trainer_BT = torch.zeros(batch.mask_BT.shape, device=learner.model.device)
     with torch.no_grad():
-        for some, logprobs_BT in logprobs_of(learner.model, batch):
-            trainer_BT[some, : logprobs_BT.shape[1]] = logprobs_BT
+        trainer_BT = response_logprobs(learner.model, batch, micro_batch_tokens=TOKENS_PER_PASS)
     correction = correct(batch, trainer_BT, config)
     advantages_B1 = group_advantages(batch, rewards_PG.flatten()).to(learner.model.device)
-    factors_BT = -correction.weights_BT * correction.mask_BT * advantages_B1
-    count = correction.mask_BT.sum().clamp(min=1)
-    for some, logprobs_BT in logprobs_of(learner.model, batch):
-        factors = factors_BT[some, : logprobs_BT.shape[1]]
-        learner.backward((factors * logprobs_BT).sum() / count)
+    for rows in batch.micro_batches(TOKENS_PER_PASS):
+        factors_BT = -correction[rows].weights_BT * advantages_B1[rows]
+        logprobs_BT = response_logprobs(learner.model, batch[rows])
+        learner.backward((factors_BT * logprobs_BT).sum() / max(correction.tokens, 1))
     return correction, learner.step()

@@ -13,6 +13,7 @@ import argparse
 import os
 import random
 from collections.abc import Sequence
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from benchmarks.learning import sampling, study, tasks
-from benchmarks.learning.learner import Learner, micro_batches_of
+from benchmarks.learning.learner import Learner
 from benchmarks.learning.study import ARMS, PRETRAINED, Settings, Study
 from benchmarks.pretrained import checkpoint
 from examples.grpo import arithmetic, tiny_model
 from trainer_bridge import connect, response_logprobs
+from trainer_bridge.rollouts.batch import micro_batches_of
 
 LINE_EVERY = 25  # steps
 PADDING = 0  # no character of the tasks
@@ -81,7 +83,8 @@ def train(size: str, settings: Settings, device: torch.device) -> PreTrainedMode
         prompts = [arithmetic.encode(problem.prompt) for problem in problems[rank::world]]
         responses = [arithmetic.encode(text) for text in texts[rank::world]]
         total = torch.zeros((), device=device)
-        for micro_batch in micro_batches_of(prompts, responses, TOKENS_PER_PASS):
+        lengths = list(map(add, map(len, prompts), map(len, responses)))
+        for micro_batch in micro_batches_of(lengths, TOKENS_PER_PASS):
             shown = [responses[index] for index in micro_batch]
             logprobs_BT = response_logprobs(made, [prompts[i] for i in micro_batch], shown)
             loss = -(logprobs_BT * tiny_model.mask_of(shown).to(device)).sum() / tokens

@@ -70,7 +70,7 @@ def test_learning_in_micro_batches_is_learning_from_the_whole_batch(
     norms = {}
     for limit in (600, 100_000):
         monkeypatch.setattr(learner, "TOKENS_PER_PASS", limit)
-        cut = list(learner.micro_batches_of(batch.prompt_tokens, batch.tokens, limit))
+        cut = batch.micro_batches(limit)
         assert sorted(i for micro_batch in cut for i in micro_batch) == list(range(12))
         assert (len(cut) > 2) == (limit == 600)
         correction, norms[limit] = learner.learn(a_learner(), batch, rewards_PG, preset)

@@ -201,9 +201,8 @@ def correct_logprobs(
         weights_BT /= weights.batch_mean(reducer, group)
 
     clipped = -1.0 if kv_clipped is None else kv_clipped  # each rank adds the same names
-    if train_on_B is not None:
-        kept_BT &= trained_B.to(mask_BT.device)[:, None]
-        weights_BT.masked_fill_(~kept_BT, 0.0)
+    kept_BT &= trained_B.to(mask_BT.device)[:, None]
+    weights_BT.masked_fill_(~kept_BT, 0.0)
     after_BT = torch.arange(width) >= lengths_B[:, None]
     reducer.sum("after", (after_BT.to(mask_BT.device) & mask_BT).sum())
     reducer.sum("trained", torch.stack([kept_BT.sum(), kept_BT.any(1).sum()]))

@@ -66,7 +66,7 @@ def policy_loss(
             on the device, for which this waits once.
     """
     _check_clips(clip, dual_clip)
-    _check_reduction(reduce, max_tokens, ratio)
+    _check_kind(reduce, max_tokens, ratio, correction)
     check_tensors("policy_loss", logprobs_BT=logprobs_BT, advantages_BT=advantages_BT)
     _check_shapes(logprobs_BT, advantages_BT, correction)
     mask_BT = correction.mask_BT
@@ -76,10 +76,6 @@ def policy_loss(
         advantages_BT = advantages_BT.to(wide)
     advantages_BT = advantages_BT.expand_as(mask_BT).masked_fill(~mask_BT, 0.0)
     _check_values(logprobs_BT.detach(), advantages_BT)
-    if correction.loss_type == "reinforce" and ratio == "sequence":
-        raise ValueError(
-            "policy_loss: ratio is 'sequence' and the loss reinforce, which has none; use ppo_clip"
-        )
     if correction.loss_type == "reinforce":
         losses_BT = -advantages_BT * logprobs_BT
     else:
@@ -107,7 +103,7 @@ def _counted(mask_BT: torch.Tensor) -> torch.Tensor:
     return mask_BT.sum(1, keepdim=True).clamp(min=1)
 
 
-def _check_reduction(reduce: str, max_tokens: int | None, ratio: str) -> None:
+def _check_kind(reduce: str, max_tokens: int | None, ratio: str, correction: Correction) -> None:
     if reduce not in get_args(Reduce) or ratio not in ("token", "sequence"):
         raise ValueError(
             f"policy_loss: reduce is {reduce!r} and ratio {ratio!r}; pass one of "
@@ -117,6 +113,10 @@ def _check_reduction(reduce: str, max_tokens: int | None, ratio: str) -> None:
         raise ValueError(
             f"policy_loss: reduce is {reduce!r} and max_tokens {max_tokens!r}; pass max_tokens "
             f'with "constant", and with it alone'
+        )
+    if ratio == "sequence" and correction.loss_type == "reinforce":
+        raise ValueError(
+            "policy_loss: ratio is 'sequence' and the loss reinforce, which has none; use ppo_clip"
         )
     if max_tokens is not None:
         whole("policy_loss: max_tokens", max_tokens, least=1)

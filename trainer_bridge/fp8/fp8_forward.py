@@ -22,6 +22,7 @@ from trainer_bridge.fp8.fp8_weights import moves_codes
 from trainer_bridge.kv import attention_hooks
 from trainer_bridge.kv.fp8_attention import fake_quantize_kv
 from trainer_bridge.ranks.collective import Leader, ranks_of
+from trainer_bridge.ranks.group import group_of
 from trainer_bridge.session.participant import Participant, participants_of
 from trainer_bridge.sources import hf_names
 from trainer_bridge.sources.adapters import has_adapters
@@ -142,9 +143,7 @@ def fp8_forward(
         ManifestError: the model has not the layers that the engine keeps in FP8.
         ValueError: a layer is of a kind that is not known, or sharded already.
     """
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    ranks = ranks_of([], group)
+    ranks = ranks_of([], group_of(group))
     leader = Leader(ranks)
     remedy = "start all with the same options for layers in FP8 and the dtype"
     layout: Any = leader.share(leader.attempt(_of_all, like, _layout_of, remedy))

@@ -17,6 +17,7 @@ from sgl_fp8rl.ops.reference import AMAX_FLOOR, FP8_MAX
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 from sgl_fp8rl.protocol.values import real, whole
 from trainer_bridge.kv.attention_hooks import Watch, text_config
+from trainer_bridge.ranks.group import device_of
 
 # Magnitudes are compared and counted by their FP32 bits: as integers these have the same order,
 # with Inf and NaN on top, so NaN also survives a maximum over ranks.
@@ -222,8 +223,8 @@ class KVCalibrator:
         statistics, self._statistics = self._statistics, None
         if not (dist.is_available() and dist.is_initialized()):
             return self._empty(torch.device("cpu")) if statistics is None else statistics
-        device = _device_of(self._group)
-        # nothing may have been observed here, and yet on another rank
+        # one kind of device: nothing may have been observed here, and yet on another rank
+        device = device_of(self._group, torch.device("cpu"))
         statistics = self._empty(device) if statistics is None else statistics.to(device)
         by = dist.ReduceOp.MAX if self.percentile is None else dist.ReduceOp.SUM
         dist.all_reduce(statistics, by, group=self._group)
@@ -256,9 +257,3 @@ class KVCalibrator:
                     f"layer {layer} has NaN or Inf in {row}; check the trainer's weights"
                 )
         return bits_LRH.view(torch.float32).double()
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the ranks of a group reduce: one kind of device, whatever each has observed on."""
-    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    return torch.device("cpu" if "cpu" in kinds else kinds[0])

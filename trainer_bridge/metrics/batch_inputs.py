@@ -100,7 +100,7 @@ def checked_groups(
         **named,
     )
     sent_mask_BT = None if fault else mask_BT
-    device = device_of(group, trainer_BT.device)
+    device = trainer_BT.device if group is None else device_of(group, trainer_BT.device)
     versions, refused = agree_on_versions(versions_BT, sent_mask_BT, device, group)
     if refused and not fault:
         fault = f"{refused} other ranks refused their inputs; see their errors"

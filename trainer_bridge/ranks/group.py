@@ -20,10 +20,9 @@ def group_of(group: dist.ProcessGroup | Local | None) -> dist.ProcessGroup | Non
 
 
 def device_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where a collective of tensors on ``device`` runs: NCCL has none on the host."""
-    if group is not None and dist.get_backend(group) == dist.Backend.NCCL:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    """Where ``group``, by default the job, reduces tensors on ``device``: NCCL not on the host."""
+    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return device if device.type in kinds else torch.device(kinds[0])
 
 
 def most_of(count: int, group: dist.ProcessGroup | Local | None) -> int:

@@ -116,12 +116,8 @@ class Rollout:
             ValueError: tokens is not positive.
         """
         tokens = whole("micro_batches: tokens", tokens, least=1)
-        lengths = list(map(add, map(len, self.prompt_tokens), map(len, self.tokens)))
-        found: list[list[int]] = []
-        for row in sorted(range(len(self)), key=lambda row: -lengths[row]):
-            if not found or (len(found[-1]) + 1) * lengths[found[-1][0]] > tokens:
-                found.append([])
-            found[-1].append(row)
+        lengths = map(add, map(len, self.prompt_tokens), map(len, self.tokens))
+        found = micro_batches_of(list(lengths), tokens)
         needed = most_of(len(found), group)
         while len(found) < needed:
             largest = max(found, key=len, default=[])
@@ -176,6 +172,16 @@ class Rollout:
     def mixed_version_sequences(self) -> list[int]:
         """Indices of the sequences that more than one policy version sampled."""
         return [index for index, row in enumerate(self.versions) if len(set(row)) > 1]
+
+
+def micro_batches_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Rows of like length, the longest first, with at most so many padded tokens together."""
+    found: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not found or (len(found[-1]) + 1) * lengths[found[-1][0]] > tokens:
+            found.append([])
+        found[-1].append(row)
+    return found
 
 
 def _pad(rows: Sequence[Sequence[Any]], dtype: Any, value: int) -> torch.Tensor:
