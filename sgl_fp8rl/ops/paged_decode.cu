@@ -436,32 +436,66 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
 }
 
 constexpr int MERGE_WARPS = 4;
-// Merges the splits of sequences that have several. A block takes a sequence, a KV head and a column at a time; its
-// warps take splits in turn.
-extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32) merge_splits(PARAMETERS) {
+constexpr int EACH = (QUADS + 31) / 32;                         // quads of a lane
+constexpr int WARP_SPLITS = 8 / EACH;                           // up to so many of a sequence, a warp has all at once
+// Merges the splits of sequences that have several, for each KV head and column: a warp does where there are few, and a
+// block, whose warps take splits in turn, where there are more. How many there are depends on the sequence alone.
+extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32, 8) merge_splits(PARAMETERS) {
   const Parameters a = GIVEN;
   __shared__ float4 sums[MERGE_WARPS][QUADS]; __shared__ float totals[MERGE_WARPS];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = group * queries;
-  constexpr int EACH = (QUADS + 31) / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = group * queries, step = heads * columns;
   const auto wait_for_decode = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
-  for (int at = blockIdx.x; at < sequences * heads * columns; at += gridDim.x) {
-    const int sequence = at / (heads * columns), rest = at % (heads * columns), start = first[sequence], splits = first[sequence + 1] - start;
-    if (splits <= 1) continue;
+  const auto splits_of = [&](int at) { return first[at / step + 1] - first[at / step]; };
+  const auto row_of = [&](int at, int split) { return (i64)(first[at / step] + split) * step + at % step; };
+  const auto sum_of = [&](int at, int split, int quad) { return *(const float4 *)(split_sums + row_of(at, split) * D + quad * 4); };
+  const auto write = [&](const Sum &s, int at, int quad, float top) { s.write(a, at / step, at % step / columns, at % columns, quad * 4, top); };
+  const auto highest = [](float x) {
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+    return x;
+  };
+  for (int at = blockIdx.x * MERGE_WARPS + warp; at < sequences * step; at += gridDim.x * MERGE_WARPS) {
+    const int splits = splits_of(at);
+    if (splits <= 1 || splits > WARP_SPLITS) continue;
     wait_for_decode();  // plan ended before it began
-    const i64 row = (i64)start * heads * columns + rest, step = (i64)heads * columns;
+    const float2 mine = lane < splits ? split_stats[row_of(at, lane)] : make_float2(LOWEST, 0);
+    float4 x[EACH][WARP_SPLITS];
+#pragma unroll
+    for (int i = 0; i < WARP_SPLITS; i++)
+#pragma unroll
+      for (int e = 0; e < EACH; e++)
+        if (i < splits && lane + 32 * e < QUADS) x[e][i] = sum_of(at, i, lane + 32 * e);
+    Sum s[EACH];
+    const float top = highest(mine.x);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) s[e].top = top;
+#pragma unroll
+    for (int i = 0; i < WARP_SPLITS; i++) {
+      const float2 stats = make_float2(__shfl_sync(~0u, mine.x, i), __shfl_sync(~0u, mine.y, i));
+#pragma unroll
+      for (int e = 0; e < EACH; e++)
+        if (i < splits) s[e].add(stats, x[e][i]);
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      if (lane + 32 * e < QUADS) write(s[e], at, lane + 32 * e, top);
+  }
+  for (int at = blockIdx.x; at < sequences * step; at += gridDim.x) {
+    const int splits = splits_of(at);
+    if (splits <= WARP_SPLITS) continue;
+    wait_for_decode();
     Sum s[EACH];
     float top = LOWEST;
-    for (int x = lane; x < splits; x += 32) top = fmaxf(top, split_stats[row + x * step].x);
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+    for (int x = lane; x < splits; x += 32) top = fmaxf(top, split_stats[row_of(at, x)].x);
+    top = highest(top);
 #pragma unroll
     for (int e = 0; e < EACH; e++) s[e].top = top;
 #pragma unroll 16
     for (int x = warp; x < splits; x += MERGE_WARPS) {
-      const float2 stats = split_stats[row + x * step];
+      const float2 stats = split_stats[row_of(at, x)];
 #pragma unroll
       for (int e = 0; e < EACH; e++)
-        if (lane + 32 * e < QUADS) s[e].add(stats, *(const float4 *)(split_sums + (row + x * step) * D + (lane + 32 * e) * 4));
+        if (lane + 32 * e < QUADS) s[e].add(stats, sum_of(at, x, lane + 32 * e));
     }
 #pragma unroll
     for (int e = 0; e < EACH; e++)
@@ -472,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32) merge_splits(PARA
       Sum all; all.top = 0;
 #pragma unroll
       for (int w = 0; w < MERGE_WARPS; w++) all.add(make_float2(0, totals[w]), sums[w][threadIdx.x]);
-      all.write(a, sequence, rest / columns, rest % columns, threadIdx.x * 4, top);
+      write(all, at, threadIdx.x, top);
     }
     __syncthreads();
   }
