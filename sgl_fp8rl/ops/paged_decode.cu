@@ -1,4 +1,5 @@
-// Attention of decode steps over a paged KV cache of 8-bit codes: products in FP16, sums in FP32.
+// Attention of decode steps over a paged KV cache of 8-bit codes: products in FP16, sums in FP32; K's INT8 codes multiply
+// q's two bytes as integers, exactly.
 // Memory bounds it: bytes are read once, and about a third of the issue slots convert and multiply.
 //
 // Work is cut by context alone, where its plan fits the workspace: a split is SPLIT tokens of a sequence, counted from
@@ -13,7 +14,7 @@
 // S^T = K Q^T and O^T = V^T P by mma.m16n8k16: tokens (then head dims) are its rows, columns its columns. A column is a
 // query head of the KV head and a query token. A warp's lane (g, t) = (lane / 4, lane % 4) holds, of each tile, rows g
 // and g + 8 of K and four tokens of V, as words of 4 codes. Which head dims make a step of the product is free, so a
-// lane's words are contiguous in memory.
+// lane's words of V, and of E4M3's K, are contiguous in memory.
 //
 // paged_decode_cuda.py compiles it with D (head size), COLUMN_TILES (columns of an item / 8), INT8, CAPPED and BLOCKED (0
 // or 1), TILE (tokens that a warp takes at once), STAGES (tiles that it holds), BUFFERS (of the warps' sums), SPLIT and WARPS.
@@ -35,6 +36,7 @@ constexpr bool NEXT_HEAD_TOO = COLUMN_TILES == 1 && !INT8;      // L2 reads 256 
 #define NONE __int_as_float(0xff800000)                         // minus infinity, a masked score
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;                                // a maximum of nothing
+constexpr float Q_LIMIT = 127 * 256;                            // INT8: q's high byte is at most 127
 constexpr float P_EXPONENT = 15.f;                              // P is at most 2^15, so that small ones are normal in FP16
 
 struct Parameters {
@@ -90,6 +92,10 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void multiply(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 __device__ __forceinline__ u32 transposed(u32 x) { u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x)); return r; }
 __device__ __forceinline__ u32 half2_of(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ u32 bf16x2_of(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
@@ -97,6 +103,12 @@ __device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bi
 __device__ __forceinline__ float from_q(u32 bits) {
   if (!INT8) return from_bf16(bits);
   float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((u16)bits)); return r;
+}
+__device__ __forceinline__ float larger(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+// Byte `from` of each of four words.
+__device__ __forceinline__ u32 bytes_of(const int (&x)[4], u32 from) {
+  const u32 two = from | (from + 4) << 4;
+  return permuted(permuted(x[0], x[1], two), permuted(x[2], x[3], two), 0x5410);
 }
 __device__ __forceinline__ float exp2_of(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 __device__ __forceinline__ float inverse_of(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
@@ -116,8 +128,17 @@ template <int W, int LANES> constexpr __device__ __forceinline__ int dim_of(int 
 }
 // V's lanes are permuted in a stage, so that neither copies nor reads meet in a bank.
 __device__ __forceinline__ int v_slot(int g, int t) { return t * 8 + (g ^ (2 * t)); }
-// The place in a stage of the 16 bytes of a row of K, or V, that begin at `byte`.
+// INT8's K is read as matrices of 8 rows of 16 bytes, each of another piece of its row, so that all banks have one.
+constexpr int TURNS = KW % 8 == 0 ? 8 : KW % 4 == 0 ? 4 : 2;
+__device__ __forceinline__ int turn_of(int row) { return row / (8 / TURNS) % TURNS; }
+// Four of them, whose rows begin where the lanes say: a lane gets a word of each.
+__device__ __forceinline__ void read_matrices(u32 (&x)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+}
+// The place in a stage of the 16 bytes of a row of K, or V, that begin at `byte`. Those of a row are near each other: where
+// they were not, reading memory took a fifth more time.
 __device__ __forceinline__ int k_place(int row, int byte) {
+  if (INT8) return row * D + (byte / 16 ^ turn_of(row)) * 16;
   constexpr int PIECES_OF_4 = KW / 4 * 64, REST = KW % 4 * 4;
   const int g = row % 8, at = byte < PIECES_OF_4 ? byte / 64 * 512 + g * 64 + byte % 64 : PIECES_OF_4 * 8 + g * 4 * REST + byte - PIECES_OF_4;
   return row / 8 * KW * 128 + at;
@@ -258,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
       const int column = begin + c * 8 + g; const bool on = column < columns && item < items;
       const u16 *row = q + (i64)(found.x * queries + column / group) * q_stride + (item / blocks % heads * group + column % group) * D;
 #pragma unroll
-      for (int w = 0; w < KW; w++) raw_q[c][w] = on ? __ldg((const uint2 *)(row + dim_of<KW, 4>(w, t))) : make_uint2(0, 0);
+      for (int w = 0; w < KW; w++) raw_q[c][w] = on ? __ldg((const uint2 *)(row + (INT8 ? w * 16 + t * 4 : dim_of<KW, 4>(w, t)))) : make_uint2(0, 0);
     }
   };
   const auto merge = [&](int item, int turn) {
@@ -268,6 +289,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
     __syncwarp();
     if (lane == 0) arrive(&empty[b]);
   };
+  const int matrix_turn = lane / 16 ^ turn_of(lane % 16);
   int stage = 0, turn = 0, item = blockIdx.x;
   int4 found = work_of(blockIdx.x), ahead;
   if (PREFETCH_Q) read_q(blockIdx.x, found);
@@ -276,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
     ahead = work_of(next);
     if (!PREFETCH_Q) read_q(item, found);
     const int end = end_of(found), seen_by_all = found.z - queries + 1, begin = item % blocks * BLOCK_COLUMNS;
-    // q is scaled by a power of two to about 64, so that all of it is normal in FP16.
+    // q is scaled by a power of two to about 64, so that all of it is normal in FP16; over INT8 to integers of 16 bits.
     u32 qb[COLUMN_TILES][KW][2]; float q_scale[COLUMN_TILES][2]; int limit[COLUMN_TILES][2];
     const float scale = scale_log2 * (INT8 ? 1.f : __ldg(k_scale + item / blocks % heads));
 #pragma unroll
@@ -285,17 +307,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
 #pragma unroll
       for (int w = 0; w < KW; w++) {
         const uint2 x = raw_q[c][w];
-        largest = fmaxf(fmaxf(largest, fmaxf(fabsf(from_q(x.x & 0xffff)), fabsf(from_q(x.x >> 16)))), fmaxf(fabsf(from_q(x.y & 0xffff)), fabsf(from_q(x.y >> 16))));
+        largest = larger(larger(largest, larger(fabsf(from_q(x.x & 0xffff)), fabsf(from_q(x.x >> 16)))), larger(fabsf(from_q(x.y & 0xffff)), fabsf(from_q(x.y >> 16))));
       }
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1)); largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      largest = larger(largest, __shfl_xor_sync(~0u, largest, 1)); largest = larger(largest, __shfl_xor_sync(~0u, largest, 2));
       const int exponent = min(max((int)(__float_as_uint(largest) >> 23), 40), 214);
-      const float factor = __uint_as_float((u32)(260 - exponent) << 23), inverse = __uint_as_float((u32)(exponent - 6) << 23);
+      const float factor = INT8 ? (largest > 0 ? Q_LIMIT / largest : 0) : __uint_as_float((u32)(260 - exponent) << 23);
+      const float inverse = INT8 ? largest / Q_LIMIT : __uint_as_float((u32)(exponent - 6) << 23);  // of a NaN a NaN
 #pragma unroll
       for (int w = 0; w < KW; w++) {
         const uint2 x = raw_q[c][w];
-        const float x0 = from_q(x.x & 0xffff) * factor, x1 = from_q(x.x >> 16) * factor, x2 = from_q(x.y & 0xffff) * factor, x3 = from_q(x.y >> 16) * factor;
-        qb[c][w][0] = INT8 ? half2_of(x0, x2) : half2_of(x0, x1);  // int8_to_half takes every other byte
-        qb[c][w][1] = INT8 ? half2_of(x1, x3) : half2_of(x2, x3);
+        const float y[4] = {from_q(x.x & 0xffff) * factor, from_q(x.x >> 16) * factor, from_q(x.y & 0xffff) * factor, from_q(x.y >> 16) * factor};
+        if (INT8) {
+          int low[4], high[4];  // bytes 0 and 1 of these, both signed
+#pragma unroll
+          for (int i = 0; i < 4; i++) { low[i] = __float2int_rn(y[i]); high[i] = low[i] + 128; }
+          qb[c][w][0] = bytes_of(high, 1); qb[c][w][1] = bytes_of(low, 0);
+        } else { qb[c][w][0] = half2_of(y[0], y[1]); qb[c][w][1] = half2_of(y[2], y[3]); }
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -312,27 +339,41 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
       __syncwarp();
       const unsigned char *from = stages + stage * STAGE_BYTES;
+      const u32 matrix_row = shared_address(from) + lane % 16 * D;
       float s[ROWS][COLUMN_TILES][4] = {};  // tokens g and g + 8, columns 2 t and 2 t + 1
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        u32 x[KW], y[KW];
-        read_words<KW>(x, from + 2 * r * KW * 128, lane, lane); read_words<KW>(y, from + (2 * r + 1) * KW * 128, lane, lane);
+      for (int r = 0; r < ROWS; r++)
+        if constexpr (INT8) {
+          int high[COLUMN_TILES][4] = {}, low[COLUMN_TILES][4] = {};
 #pragma unroll
-        for (int w = 0; w < KW; w++) {
-          u32 a0, a1, a2, a3;
-          if (INT8) { a0 = int8_to_half(x[w]); a2 = int8_to_half(x[w] >> 8); a1 = int8_to_half(y[w]); a3 = int8_to_half(y[w] >> 8); }
-          else { e4m3_to_half(x[w], a0, a2); e4m3_to_half(y[w], a1, a3); }
+          for (int w = 0; w < KW; w += 2) {
+            u32 x[4];  // words w and w + 1 of tokens g and g + 8
+            read_matrices(x, matrix_row + r * 16 * D + (matrix_turn ^ w) * 16);
 #pragma unroll
-          for (int c = 0; c < COLUMN_TILES; c++) multiply(s[r][c], a0, a1, a2, a3, qb[c][w][0], qb[c][w][1]);
+            for (int c = 0; c < COLUMN_TILES; c++) { multiply(high[c], x, qb[c][w][0], qb[c][w + 1][0]); multiply(low[c], x, qb[c][w][1], qb[c][w + 1][1]); }
+          }
+#pragma unroll
+          for (int c = 0; c < COLUMN_TILES; c++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[r][c][i] = (float)(high[c][i] * 256 + low[c][i]);
+        } else {
+          u32 x[KW], y[KW];
+          read_words<KW>(x, from + 2 * r * KW * 128, lane, lane); read_words<KW>(y, from + (2 * r + 1) * KW * 128, lane, lane);
+#pragma unroll
+          for (int w = 0; w < KW; w++) {
+            u32 a0, a1, a2, a3;
+            e4m3_to_half(x[w], a0, a2); e4m3_to_half(y[w], a1, a3);
+#pragma unroll
+            for (int c = 0; c < COLUMN_TILES; c++) multiply(s[r][c], a0, a1, a2, a3, qb[c][w][0], qb[c][w][1]);
+          }
         }
-      }
       float k_of[2 * ROWS], v_log2[2 * ROWS], v_inverse[2 * ROWS];  // INT8: scales of the lane's tokens
       if (INT8) {
 #pragma unroll
         for (int r = 0; r < 2 * ROWS; r++) {
           const u32 x = *(const u32 *)(from + CODE_BYTES + (g + 8 * r) * 4);
           const float v_of = x >> 16 ? from_bf16(x >> 16) : 1.f;
-          k_of[r] = from_bf16(x & 0xffff); v_log2[r] = log2_of(v_of); v_inverse[r] = __frcp_rn(v_of);
+          k_of[r] = from_bf16(x & 0xffff); v_log2[r] = log2_of(v_of); v_inverse[r] = inverse_of(v_of);
         }
       }
       const bool all_seen = token + TILE <= min(end, seen_by_all) && token >= found.z - 1 - window;
