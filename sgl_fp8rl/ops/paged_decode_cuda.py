@@ -22,7 +22,7 @@ MAX_COLUMNS = 128
 _COLUMNS_OF_TILE = 8
 _WHOLE_TILES = 2
 """Up to so many tiles of columns a block takes all; of more it takes some, and the codes again."""
-_BLOCK_TILES = {64: 4, 96: 3, 128: 2, 192: 1, 256: 1}
+_BLOCK_TILES = {64: 4, 96: 2, 128: 2, 192: 1, 256: 1}
 """How many, by head dim, at most: what fits in the registers of two blocks an SM."""
 _WARPS = 4
 _MERGE_BLOCKS_OF_SM, _MERGE_THREADS, _PLAN_THREADS = 8, 128, 1024
