@@ -138,7 +138,7 @@ def test_values_of_numpy_and_torch_are_sent_as_json() -> None:
             url, torch.tensor([[5]]), sampling, expected_version=np.int64(3), timeout=np.float32(50)
         )
     assert (len(result.tokens), result.temperature) == (2, 0.5)
-    assert sorted(sent["sampling_seed"] for sent in found) == [7, 8]
+    assert len({sent["sampling_seed"] for sent in found}) == 2
     assert {name: found[0][name] for name in SENT} == {
         name: sent for name, (_, sent) in SENT.items()
     }

@@ -4,13 +4,16 @@ import base64
 import json
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ import torch
 from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge.correction import correct
 from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.rollouts import sampling
 from trainer_bridge.rollouts.batch import PAD_VERSION, Rollout
 from trainer_bridge.rollouts.logprobs import response_logprobs
 from trainer_bridge.rollouts.rollout import rollout
@@ -103,7 +107,8 @@ def test_the_request_leaves_nothing_to_the_servers_preferences() -> None:
     given = {"max_new_tokens": 4, "stop_token_ids": [2]}
     rollout(client, PROMPTS, given | {"top_k": 0})
     assert [request["input_ids"] for request in client.requests] == PROMPTS
-    assert client.requests[1]["sampling_params"] == {**given, "temperature": 1.0, **OFF}
+    sent = client.requests[1]["sampling_params"]
+    assert sent.pop("sampling_seed") and sent == {**given, "temperature": 1.0, **OFF}
 
 
 @pytest.mark.parametrize("name", OFF)
@@ -144,14 +149,42 @@ def test_raw_logprobs_need_temperature_one() -> None:
     assert not client.requests
 
 
-@pytest.mark.parametrize("given", [None, 7])
-def test_no_two_samples_of_a_prompt_have_one_seed(given: int | None) -> None:
+def calls(*given: tuple[int | None, int]) -> list[list[int]]:
+    """The seeds of each call, by its seed and version, as in a process that begins with them."""
+    found = []
+    with patch.object(sampling, "_calls", defaultdict(count)):
+        for seed, version in given:
+            client = FakeEngine(version=version)
+            rollout(client, [[5, 6], [7], [5, 6]], {"n": 8, "sampling_seed": seed})
+            found.append([each["sampling_params"]["sampling_seed"] for each in client.requests])
+    return found
+
+
+def test_no_two_requests_have_one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would be one sample with --enable-deterministic-inference, where a seed decides it."""
-    client = FakeEngine()
-    rollout(client, [[5, 6], [7], [5, 6]], {"n": 2, "sampling_seed": given})
-    seeds = [each["sampling_params"].get("sampling_seed") for each in client.requests]
-    base = 42 if given is None else given
-    assert seeds == [given, base + 1, given, base + 1, base + 2, base + 3]
+    steps = [(None, step) for step in range(-1, 40)]
+    again = [(None, 3)] * 5
+    counting_up = [(step, step) for step in range(50)] + [(step, 3) for step in range(50, 90)]
+    largest = [(-(1 << 63), 3), ((1 << 63) - 1, 3)]
+    given = [*steps, *again, *counting_up, *largest]
+    found = calls(*given)
+    monkeypatch.setattr(sampling.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(sampling.dist, "get_rank", lambda: 1)
+    found += calls(*given)
+    seeds = [seed for call in found for seed in call]
+    assert len(set(seeds)) == len(seeds) == 2 * len(given) * 24
+    assert min(seeds) >= 0 and max(seeds) < 1 << 63  # of SGLang's int64
+
+
+def test_a_rerun_has_the_same_seeds_at_the_same_step() -> None:
+    whole = [(7, 0), (7, 1), (7, 1), (7, 2)]
+    first = calls(*whole)
+    assert calls(*whole) == first
+    assert calls(*whole[1:]) == first[1:], "resumed from a checkpoint of version 1"
+    assert calls((None, 5)) == calls((42, 5))
+    # what a training recorded: another hash is another training
+    expected = blake2b(b"(7, 1, 0, 1, 23)", digest_size=8).digest()
+    assert first[2][23] == int.from_bytes(expected, "big") >> 1
 
 
 def spoil(name: str, value: Any = None) -> Callable[[Reply], None]:

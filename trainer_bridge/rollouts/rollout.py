@@ -10,8 +10,8 @@ Shapes: B sequences (prompts times n), T tokens of the longest response.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,10 @@ from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.rollouts.batch import Rollout
 from trainer_bridge.rollouts.replies import ContractError, Sample, lost, read_sample
 from trainer_bridge.rollouts.routed_experts import ExpertLayout
-from trainer_bridge.rollouts.sampling import read_sampling
+from trainer_bridge.rollouts.sampling import read_sampling, seeded
 from trainer_bridge.rollouts.serving_engines import clipped_by, sample_on, serving_engines
 
 logger = logging.getLogger(__name__)
-
-SEED = 42
-"""SGLang's, of a request that names none."""
 
 
 def rollout(
@@ -49,10 +46,10 @@ def rollout(
         prompts: the token ids of each, as a list, an array or a tensor of integers, without
             padding; or strings for the engine's own tokenizer.
         sampling: SGLang's sampling parameters. Stopping and length options and any temperature are
-            fine; options that make the logprobs wrong are refused. ``sampling_seed`` is of a
-            prompt's first sample; the next ones count up from it. An engine with
-            ``--enable-deterministic-inference`` samples the same for the same seed and weights, in
-            a later call as well: pass another one there for other samples, n away or more.
+            fine; options that make the logprobs wrong are refused. ``sampling_seed`` (default 42)
+            is of the training: with the policy's version, the rank and the number of the call at
+            that version it gives each request a seed of its own. With
+            ``--enable-deterministic-inference`` the same calls in another process sample the same.
         expected_version: the policy version that every token must come from. By default tokens are
             at least as new as the last update that this process made of this engine. In either case
             they must be of that update's run. If it made none, any run and version is accepted.
@@ -89,7 +86,9 @@ def rollout(
 
     # The same as SGLang's own n, which prefills a prompt alone first and fails for all n at once.
     repeated: list[Any] = [prompt for prompt in prompts for _ in range(n)]
-    replies = sample_on(serving, _requests(prompts, n, sampling_params, routed_experts), timeout)
+    version = max(each.status["version"] for each in serving)
+    requests = _requests(prompts, n, seeded(sampling_params, version), routed_experts)
+    replies = sample_on(serving, requests, timeout)
 
     samples: list[Sample] = []
     errors: dict[int, EngineError] = {}
@@ -132,13 +131,9 @@ def _texts(samples: Sequence[Sample]) -> list[str] | None:
 
 
 def _requests(
-    prompts: Sequence[Any], n: int, sampling_params: dict[str, Any], routed_experts: bool
+    prompts: Sequence[Any], n: int, sampled_by: Iterator[dict[str, Any]], routed_experts: bool
 ) -> list[list[dict[str, Any]]]:
-    """n requests to SGLang's ``/generate`` for each prompt. With
-    ``--enable-deterministic-inference`` a seed decides the sample, so each copy of a prompt has
-    another one; else SGLang reads none."""
-    base = sampling_params.get("sampling_seed", SEED)
-    copies: Counter[Any] = Counter()
+    """n requests to SGLang's ``/generate`` for each prompt."""
     requests = []
     for prompt in prompts:
         asked: dict[str, Any] = {"input_ids": prompt, "return_logprob": True}
@@ -146,14 +141,7 @@ def _requests(
             asked = {"text": prompt, "return_prompt_token_ids": True, "return_logprob": True}
         if routed_experts:
             asked["return_routed_experts"] = True
-        key = prompt if isinstance(prompt, str) else tuple(prompt)
-        first = base + copies[key]
-        copies[key] += n
-        sampled_by = [
-            sampling_params if seed == base else {**sampling_params, "sampling_seed": seed}
-            for seed in range(first, first + n)
-        ]
-        requests.append([{**asked, "sampling_params": each} for each in sampled_by])
+        requests.append([{**asked, "sampling_params": each} for each in islice(sampled_by, n)])
     return requests
 
 

@@ -5,15 +5,22 @@ are values of another kind than SGLang's: it would find them late, in each reque
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from hashlib import blake2b
+from itertools import count
 from typing import Any
+
+import torch.distributed as dist
 
 from sgl_fp8rl.protocol.values import as_python, flag, is_listed, real, shown, token_ids, whole
 
 GREEDY_BELOW = 1e-6  # SGLang samples greedily below this temperature, from unscaled logits
-LARGEST_SEED = 1 << 62
-"""Of either sign; seeds count up from it, and SGLang holds them as int64."""
+SEED = 42
+"""SGLang's, of a request that names none."""
+_calls: defaultdict[tuple[int, int], "count[int]"] = defaultdict(count)
+"""Of ``rollout``, by seed and version."""
 
 
 def _texts(name: str, value: Any) -> list[str]:
@@ -53,7 +60,7 @@ _HARMLESS: dict[str, Callable[[str, Any], Any]] = {
     "no_stop_trim": flag,
     "skip_special_tokens": flag,
     "spaces_between_special_tokens": flag,
-    "sampling_seed": partial(whole, least=-LARGEST_SEED, most=LARGEST_SEED),
+    "sampling_seed": partial(whole, least=-(1 << 63)),
 }
 
 # Options that do, each with the values that turn it off. The first of them is always sent, because
@@ -113,3 +120,14 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
         ValueError: ``rollout`` would refuse them.
     """
     read_sampling(sampling)
+
+
+def seeded(sampling_params: dict[str, Any], version: int) -> Iterator[dict[str, Any]]:
+    """The parameters of each request of one call, with a seed of 63 bits, for SGLang's int64. It is
+    a hash: seeds that count up would be those of the calls beside it."""
+    seed = sampling_params.get("sampling_seed", SEED)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    call = seed, version, rank, next(_calls[seed, version])
+    for number in count():
+        digest = blake2b(repr((*call, number)).encode(), digest_size=8).digest()
+        yield {**sampling_params, "sampling_seed": int.from_bytes(digest, "big") >> 1}
