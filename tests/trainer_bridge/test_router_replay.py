@@ -1,6 +1,7 @@
 """replay_routing(): forward and gradient held against MoE blocks written down by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.trainer_bridge.moe_models import (
     tiny,
 )
 from tests.trainer_bridge.test_fsdp import run
+from trainer_bridge import response_logprobs
+from trainer_bridge.rollouts.batch import Rollout
 from trainer_bridge.rollouts.routed_experts import routing_disagreement
 from trainer_bridge.router_replay import record_routing, replay_routing
 from trainer_bridge.router_replay.token_map import TokenMap
@@ -286,9 +289,86 @@ def sharded_replay(rank: int, folder: Path) -> None:
     assert (swapped[name].full_tensor() - found[name].full_tensor()).abs().max() > 1e-3
 
 
+def sampled(*lengths: int) -> Rollout:
+    """A rollout with experts, two tokens of each sequence its prompt; one of length 0 failed."""
+    rows = [random_tokens(n, 40 + n).tolist() for n in lengths]
+    return Rollout(
+        prompt_tokens=[row[:2] for row in rows],
+        tokens=[row[2:] for row in rows],
+        logprobs=[[-1.0] * len(row[2:]) for row in rows],
+        versions=[[0] * len(row[2:]) for row in rows],
+        finish_reasons=["stop" if row else "error" for row in rows],
+        temperature=1.0,
+        routed_experts=[random_experts(max(n - 1, 0), 50 + n) for n in lengths],
+    )
+
+
+def block_of(model: Any, rollout: Rollout) -> Any:
+    experts = rollout.routed_experts or []
+    return replay_routing(model, experts, attention_mask=rollout.sequence_mask_BL)
+
+
+def one_rank_without_rows(rank: int, folder: Path) -> None:
+    """FSDP2's collectives go on, and the gradient is that of the other rank's sequences."""
+    rollout, plain = sampled(7, 5), tiny().train()
+    with block_of(plain, rollout):
+        response_logprobs(plain, rollout).sum().backward()
+    model = tiny().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    mine = rollout if rank == 0 else rollout[[]]
+    with block_of(model, mine) as record:
+        response_logprobs(model, mine).sum().backward()
+    assert [len(each) for each in record.experts] == [7, 5][: len(mine)]
+    for name, parameter in model.named_parameters():
+        wanted = plain.get_parameter(name).grad / 2
+        error = (parameter.grad.full_tensor() - wanted).abs().max() / wanted.abs().max()
+        assert error < 1e-4, (name, float(error))
+    with torch.no_grad():
+        found_BT = response_logprobs(model, mine, micro_batch_tokens=7, replay=True)
+        expected_BT = response_logprobs(plain, rollout, replay=True)
+    assert rank or (found_BT - expected_BT).abs().max() < TOLERANCE
+
+
 @pytest.mark.timeout(180)
-def test_fsdp2_replays_as_one_process_does(tmp_path: Path) -> None:
-    run(sharded_replay, tmp_path)
+@pytest.mark.parametrize("worker", [sharded_replay, one_rank_without_rows])
+def test_fsdp2_replays_as_one_process_does(worker: Any, tmp_path: Path) -> None:
+    run(worker, tmp_path)
+
+
+@torch.no_grad()
+def test_logprobs_of_a_rollout_with_its_experts() -> None:
+    """Each row against its sequence alone; and whole, by micro-batches, and of no row."""
+    model, rollout = tiny(), sampled(7, 0, 4, 9)
+    found_BT = response_logprobs(model, rollout, replay=True)
+    for b in (0, 2, 3):
+        assert rollout.routed_experts
+        tokens_S = torch.tensor(rollout.prompt_tokens[b] + rollout.tokens[b])
+        logits_SV = replayed(model, tokens_S, rollout.routed_experts[b])
+        wanted_T = logits_SV.log_softmax(-1)[:-1].gather(1, tokens_S[1:, None])[1:, 0]
+        assert (found_BT[b, : len(wanted_T)] - wanted_T).abs().max() < TOLERANCE
+    assert (response_logprobs(model, rollout) - found_BT).abs().max() > SEEN
+    parts_BT = response_logprobs(model, rollout, micro_batch_tokens=9, replay=True)
+    assert (parts_BT - found_BT).abs().max() < TOLERANCE
+    assert response_logprobs(model, rollout[[]], replay=True).shape == (0, 0)
+
+
+def test_what_cannot_be_replayed_in_logprobs_is_refused() -> None:
+    model, rollout = tiny().train(), sampled(7, 4)
+    for given in ((replace(rollout, routed_experts=None),), ([[1]], [[2]])):
+        with pytest.raises(ValueError, match="routed_experts=True"):
+            response_logprobs(model, *given, replay=True)
+    response_logprobs(model, rollout, replay=True).sum().backward()
+    wanted = model.model.layers[0].mlp.gate.weight.grad
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="inside of replay_routing"):
+        response_logprobs(model, rollout, replay=True)
+    model.zero_grad()
+    with block_of(model, rollout):
+        response_logprobs(model, rollout).sum().backward()
+    assert torch.equal(model.model.layers[0].mlp.gate.weight.grad, wanted)
 
 
 def test_the_hooks_are_gone_after_an_error() -> None:

@@ -164,6 +164,14 @@ class Rollout:
             return columns_T < torch.tensor(lengths_B, dtype=torch.int64)[:, None]
 
     @property
+    def sequence_mask_BL(self) -> torch.Tensor:
+        """True where ``response_logprobs`` gives the model a token of prompt or response, bool
+        [B, L]: for ``replay_routing``. Without sequences it is the row of padding [[False]]."""
+        lengths = map(add, map(len, self.prompt_tokens), map(len, self.tokens))
+        lengths_B1 = torch.tensor([[length] for length in lengths] or [[0]])
+        return torch.arange(max(int(lengths_B1.max()), 1)) < lengths_B1
+
+    @property
     def policy_versions(self) -> list[int]:
         """All policy versions that sampled a token here, ascending."""
         return sorted(set().union(*self.versions))

@@ -7,7 +7,7 @@ vocabulary.
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from sgl_fp8rl.protocol.values import real, token_rows
 from trainer_bridge.ranks.group import Local
 from trainer_bridge.rollouts.batch import Rollout
+from trainer_bridge.router_replay import replay_routing
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -30,6 +31,7 @@ def response_logprobs(
     temperature: float | None = None,
     *,
     micro_batch_tokens: int | None = None,
+    replay: bool = False,
     group: dist.ProcessGroup | Local | None = None,
 ) -> torch.Tensor:
     """``log_softmax(logits / temperature)`` of each response token, with gradient.
@@ -50,6 +52,9 @@ def response_logprobs(
         temperature: that other data were sampled at, by default 1.
         micro_batch_tokens: without gradient, compute ``rollout.micro_batches`` of so many tokens
             one after the other.
+        replay: route each token to the experts that the engine chose, ``rollout.routed_experts``.
+            With a gradient under activation checkpointing, run this and backward inside of
+            ``replay_routing`` instead.
         group: the ranks that do so together, of which each must call; as for ``correct``.
 
     Returns:
@@ -61,9 +66,9 @@ def response_logprobs(
             differ in number or hold what is no token id of the model, the temperature is not
             positive and finite, or the model returns no logits of all tokens.
     """
-    count = None
+    count, replayed = None, _replayed(model, prompts) if replay else nullcontext()
     if micro_batch_tokens is not None:
-        return _by_micro_batches(model, prompts, micro_batch_tokens, group)
+        return _by_micro_batches(model, prompts, micro_batch_tokens, replay, group)
     if isinstance(prompts, Rollout):
         if responses is not None or temperature is not None:
             raise ValueError(
@@ -105,7 +110,8 @@ def response_logprobs(
     if isinstance(model, nn.Module):
         _check_model(model, tokens_BL)
         _warn_of_dropout(model)
-    output = model(tokens_BL.to(_device_of(model)), use_cache=False)
+    with replayed:
+        output = model(tokens_BL.to(_device_of(model)), use_cache=False)
     logits_BLV = getattr(output, "logits", None)
     if not isinstance(logits_BLV, torch.Tensor) or logits_BLV.shape[:2] != tokens_BL.shape:
         raise ValueError(
@@ -122,8 +128,24 @@ def response_logprobs(
     return logprobs_BT.masked_fill(~mask_BT, 0.0)[:count]
 
 
+def _replayed(model: Any, rollout: Any) -> AbstractContextManager[Any]:
+    if not isinstance(rollout, Rollout) or (len(rollout) and rollout.routed_experts is None):
+        raise ValueError(
+            "response_logprobs: replay is for a rollout that was sampled with routed_experts=True"
+        )
+    modules = model.modules() if torch.is_grad_enabled() else ()
+    if any(each.training and getattr(each, "gradient_checkpointing", False) for each in modules):
+        raise ValueError(
+            "response_logprobs: backward recomputes checkpointed activations, and would route them "
+            "without replay; run both inside of replay_routing(model, rollout.routed_experts, "
+            "attention_mask=rollout.sequence_mask_BL)"
+        )
+    mask_BL = rollout.sequence_mask_BL
+    return replay_routing(model, rollout.routed_experts or [], attention_mask=mask_BL)
+
+
 def _by_micro_batches(
-    model: Any, rollout: Any, tokens: int, group: dist.ProcessGroup | Local | None
+    model: Any, rollout: Any, tokens: int, replay: bool, group: dist.ProcessGroup | Local | None
 ) -> torch.Tensor:
     if not isinstance(rollout, Rollout) or torch.is_grad_enabled():
         raise ValueError(
@@ -132,7 +154,7 @@ def _by_micro_batches(
         )
     found = None
     for rows in rollout.micro_batches(tokens, group=group):
-        logprobs_RT = response_logprobs(model, rollout[rows])
+        logprobs_RT = response_logprobs(model, rollout[rows], replay=replay)
         if found is None:
             found = logprobs_RT.new_zeros(rollout.mask_BT.shape)
         found[rows, : logprobs_RT.shape[1]] = logprobs_RT

@@ -102,13 +102,15 @@ def replay_routing(
 ) -> Iterator[RoutingRecord]:
     """Route each token of the forward passes inside the block as the engine did.
 
-    Padding, and each sequence's last token, which the engine never ran, are routed as usual. With
-    activation checkpointing, run ``backward`` inside the block too: it runs the routers again.
+    Padding, and each sequence's last token, which the engine never ran, are routed as usual; so is
+    all of a rank that has no sequence, no experts, and a mask of padding alone. With activation
+    checkpointing, run ``backward`` inside the block too: it runs the routers again.
 
     Args:
         model: a transformers 5 MoE model, plain or FSDP2, or a module around one.
         experts: ``Rollout.routed_experts``, or those of a micro-batch's sequences: ``[S, L, K]``.
-        attention_mask: ``[B, T]``, 0 at padding on either side; row b is sequence b.
+        attention_mask: ``[B, T]``, 0 at padding on either side; row b is sequence b. That of
+            ``response_logprobs`` is ``rollout.sequence_mask_BL``.
         sequence_ids: instead of a mask, for packed sequences: an integer tensor in the shape of
             ``input_ids`` with each token's index into ``experts``, -1 for padding.
         position_ids: in the same shape, each token's position in its sequence; needed only if
@@ -124,6 +126,10 @@ def replay_routing(
     routers = _routers(model)
     _refuse_reentrant(model)
     tokens = TokenMap.of(attention_mask, sequence_ids, position_ids)
+    if not experts and not (tokens.sequence_N != NOWHERE).any():
+        with _hooks(routers, replace(tokens, sequences=0)) as record:
+            yield record
+        return
     if attention_mask is not None and len(attention_mask) != len(experts):
         raise ValueError(
             f"router replay: attention_mask has {len(attention_mask)} rows, and there are experts "
