@@ -158,9 +158,11 @@ def test_an_fp8_kv_cache(family: str, policies: Policies, tmp_path: Path) -> Non
         for version, scales in enumerate(("measured by the engine", "of the update")):
             rollout = trainer_bridge.rollout(run.server, PROMPTS, SAMPLING)
             found = {"BF16": gap(control, rollout), "its K and V": gap(model, rollout)}
-            fp8.sync_kv_scales(run.server)
-            with calibrator.watch(model):
+            with calibrator.watch(model), torch.no_grad():
+                trainer_bridge.response_logprobs(model, rollout)  # under the scales it carries
                 found["the cache's"] = gap(model, rollout)
+            fp8.sync_kv_scales(run.server)
+            assert gap(model, rollout) == found["the cache's"]
             fake_quantize_kv(model, None, torch.bfloat16)
             print(f"{family}, scales {scales}: {found}")
             assert 0 < found["the cache's"] < WITH_FP8_KV[family] * found["BF16"]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from tests import oracle
 from tests.trainer_bridge import moe_models
 from tests.trainer_bridge.fake_rank import LAYOUT
-from trainer_bridge import fp8_forward
+from trainer_bridge import Rollout, fp8_forward, response_logprobs
 from trainer_bridge.engines.engine_client import EngineError
 from trainer_bridge.fp8.engine_norms import EngineNorm, convert_norms
 from trainer_bridge.fp8.fp8_forward import FP8Forward, convert_layers
@@ -589,6 +590,49 @@ def test_attention_reads_what_the_engines_cache_stores() -> None:
     unknown = FakeEngine(model, kv_cache={**INT8_CACHE, "format": "int4"})
     with pytest.raises(EngineError, match="kv_cache"):
         fp8.sync_kv_scales(unknown)
+
+
+def test_logprobs_attend_under_the_scales_of_their_rollout() -> None:
+    """Also where backward computes checkpointed activations again."""
+    model, plain = tiny("qwen3"), tiny("qwen3")
+    convert_layers(model, fp8_names(model), BF16)
+    first, second = ((0.3, 0.2), (0.1, 0.5)), ((0.2, 0.2), (0.1, 0.5))
+    rows: dict[str, Any] = {"prompt_tokens": [[1, 2, 3], [4, 5]], "tokens": [[6, 7], [8, 9, 10]]}
+    more = {name: [[0], [0]] for name in ("logprobs", "versions")}
+    rollout = Rollout(**rows, **more, finish_reasons=["stop"] * 2, temperature=0.8)
+
+    def gradients(of: Any, rollout: Any, *responses: Any) -> tuple[Tensor, Tensor]:
+        of.zero_grad()
+        logprobs_BT = response_logprobs(of, rollout, *responses)
+        logprobs_BT.sum().backward()
+        return logprobs_BT.detach(), of.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+    stock = gradients(model, rollout)
+    of_plain = gradients(plain, rollout)
+    for scales in (first, second, first):
+        expected = copy.deepcopy(model)
+        fake_quantize_kv(expected, scales, BF16)
+        wanted = gradients(expected, rows["prompt_tokens"], rows["tokens"], 0.8)
+        for kind in ([scales, scales], [None, scales]):  # an engine that did not say
+            under = replace(rollout, kv_scales=kind)
+            assert all(map(torch.equal, gradients(model, under), wanted))
+        kept = [layer.self_attn.fake_quantized_kv for layer in model.model.layers]
+        checkpointed = copy.deepcopy(model).train()
+        checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+        assert all(map(torch.equal, gradients(checkpointed, under), wanted))
+        assert all(map(torch.equal, gradients(plain, under), of_plain)), "not of fp8_forward"
+        for unknown in (None, [None, None]):
+            under = replace(rollout, kv_scales=unknown)
+            assert all(map(torch.equal, gradients(model, under), wanted))
+        again = [layer.self_attn.fake_quantized_kv for layer in model.model.layers]
+        assert all(a is b for a, b in zip(kept, again, strict=True)), "would be compiled anew"
+        assert not any(map(torch.equal, wanted, stock))
+    mixed = replace(rollout, kv_scales=[first, second])
+    with pytest.raises(ValueError, match=r"2 sets of KV scales.*kv_scales to update"):
+        response_logprobs(model, mixed)
+    response_logprobs(model, mixed[1:])
+    with pytest.raises(ValueError, match="layers 0 to 0"):
+        response_logprobs(model, replace(rollout, kv_scales=[first[:1]] * 2))
 
 
 # ---- norms

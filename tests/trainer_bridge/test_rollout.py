@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import threading
 import time
 from collections import defaultdict
@@ -44,9 +45,14 @@ class FakeEngine:
         """By the first token or letter of a prompt."""
         self.clipped: list[Any] = []
         """What statuses say that the FP8 KV cache clipped, one after the other."""
+        self.kv: dict[str, Any] | None = {"pending": False, "scales": [[[0.5], [0.25]]]}
         self.edit: Callable[[Reply], None] = lambda reply: None
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
+        if message == {"op": "kv"}:
+            if self.kv is None:
+                raise EngineError("an update is under way", 409)
+            return self.kv
         assert message == {"op": "status"}
         serves = {"run": self.run, "version": self.version, "state": self.state}
         more = {"kv_clipped": self.clipped.pop(0)} if self.clipped else {}
@@ -565,6 +571,28 @@ def test_what_an_fp8_kv_cache_clips_is_told(caplog: pytest.LogCaptureFixture) ->
     plain = spread(engines, PROMPTS)  # no cache is FP8
     assert plain.kv_clipped is None
     assert "kv_clipped" not in correct(plain, plain.logprobs_BT, "disabled").metrics
+
+
+def test_rows_carry_the_scales_of_their_engines_cache() -> None:
+    """In the order of the prompts, as they are dealt; None of a BF16 cache and what is unknown."""
+    engines = [FakeEngine() for _ in range(4)]
+    engines[0].kv = {"pending": False, "scales": [[[0.5, 0.25], [1, 2]], [[4, 8], [3, 3]]]}
+    engines[1].kv = {"pending": True, "scales": [[[1.0], [1.0]]]}
+    engines[3].kv = None
+    for each in (engines[0], engines[1], engines[3]):
+        each.clipped = [0.0, 0.0]
+    result = spread(engines, [[5], [6], [7], [8], [9]], n=2)
+    first = ((0.5, 2.0), (8.0, 3.0))
+    assert result.kv_scales == [first, first, *[None] * 6, first, first]
+    assert result.kv_clipped == 0.0
+    assert result[[9, 2]].kv_scales == [first, None]
+    assert Rollout.join([result, result[:3]]).kv_scales == [*result.kv_scales, first, first, None]
+    assert spread(engines, PROMPTS).kv_scales is None  # no cache is E4M3
+    unsound: list[Any] = [[], None, 5, [[[0.5]]], [[[], [1.0]]], [[["a"], ["b"]]], [[[0], [1.0]]]]
+    for scales in [*unsound, [[[math.nan], [1.0]]], [[[1.0], [math.inf]]]]:
+        engine = FakeEngine()
+        engine.clipped, engine.kv = [0.0, 0.0], {"pending": False, "scales": scales}
+        assert rollout(engine, PROMPTS, {}).kv_scales == [None, None], scales
 
 
 @pytest.mark.parametrize("later", ["all", -1.0, True, 2])

@@ -1,7 +1,7 @@
 """``fp8_forward``: a trainer computes its forward with the codes that its engines serve."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from trainer_bridge.engines.engine_client import EngineError, check_fields
 from trainer_bridge.fp8.engine_norms import convert_norms
 from trainer_bridge.fp8.fp8_weights import moves_codes
 from trainer_bridge.kv import attention_hooks
-from trainer_bridge.kv.fp8_attention import fake_quantize_kv
+from trainer_bridge.kv.fp8_attention import fake_quantize_kv, scales_in
 from trainer_bridge.ranks.collective import Leader, ranks_of
 from trainer_bridge.ranks.group import group_of
 from trainer_bridge.session.participant import Participant, participants_of
@@ -98,8 +98,9 @@ class FP8Forward:
 
     def sync_kv_scales(self, engine: Any) -> None:
         """Fake-quantize K and V in attention as an engine's KV cache does, in E4M3 under the scales
-        that it has now; with a BF16 cache, leave them as they are. Call it on all ranks: after each
-        rollout, or once where the cache is INT8, whose scales are of tokens.
+        that it has now; with a BF16 cache, leave them as they are. Call it on all ranks: once where
+        the cache is INT8, whose scales are of tokens. In E4M3 ``response_logprobs`` of a rollout
+        does it, under the scales that this carries; call it before other forward passes.
 
         Args:
             engine: as for ``check``. Of several in E4M3, all have the scales that an update brought
@@ -215,20 +216,20 @@ def _layout_of(engine: Participant) -> dict[str, Any]:
     return {"names": sorted(names), "dtype": layout["dtype"], "format": format_}
 
 
-def _kv_scales_of(engine: Participant) -> list[tuple[float, float] | None] | None:
+def _kv_scales_of(engine: Participant) -> Sequence[tuple[float, float] | None] | None:
     """Of K and V in each layer, None of an INT8 cache's; None of a BF16 cache."""
     kv_cache = engine.connection.layout()["kv_cache"]
     if kv_cache is None:
         return None
     if kv_cache.get("format") == INT8:
         return [None] * kv_cache["layers"]
-    reply = engine.connection.client.control({"op": "kv"})
-    if reply["pending"]:
+    scales = scales_in(engine.name, engine.connection.client.control({"op": "kv"}))
+    if scales is None:
         raise EngineError(
             f"{engine.name} measures its KV scales at the first prefill after an update, which has "
             f"not come yet; call it after a rollout, or give kv_scales to update"
         )
-    return [(max(k), max(v)) for k, v in reply["scales"]]
+    return scales
 
 
 def _computed_with(model: nn.Module) -> Named:

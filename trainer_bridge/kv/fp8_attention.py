@@ -3,15 +3,20 @@
 Shape suffixes: B sequences, H KV heads, T tokens, D head dim, L layers.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from sgl_fp8rl.ops.kv import kv_codes
 from sgl_fp8rl.ops.kv_int8 import rotate, token_codes
+from trainer_bridge.engines.engine_client import check_fields
 from trainer_bridge.kv import attention_hooks
+
+KVScales: TypeAlias = tuple[tuple[float, float], ...]
+"""Of K and V in each layer of an E4M3 cache, of all heads."""
 
 
 class FakeQuantizedKV:
@@ -30,7 +35,7 @@ class FakeQuantizedKV:
     """
 
     def __init__(self, scales: tuple[float, float] | None, dtype: torch.dtype) -> None:
-        self._scales, self._dtype = scales, dtype
+        self._scales, self._dtype = self.made_of = scales, dtype
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
@@ -105,9 +110,51 @@ def fake_quantize_kv(
             f"attention in layers {found}; pass an engine of the model's checkpoint"
         )
     attention_hooks.install()
+    name = attention_hooks.FAKE_QUANTIZED
     for module, layer in layers.items():
         if scales_L2 is None:
-            vars(module).pop(attention_hooks.FAKE_QUANTIZED, None)
-        else:
-            kv = FakeQuantizedKV(scales_L2[layer], dtype)
-            setattr(module, attention_hooks.FAKE_QUANTIZED, kv)
+            vars(module).pop(name, None)
+            continue
+        kv, before = FakeQuantizedKV(scales_L2[layer], dtype), vars(module).get(name)
+        if before is None or before.made_of != kv.made_of:  # a compiled model is compiled anew
+            setattr(module, name, kv)
+
+
+def scales_in(whose: str, reply: dict[str, Any]) -> KVScales | None:
+    """What an engine of an E4M3 cache answers to the control message ``kv``; None while the scales
+    wait to be measured.
+
+    Raises:
+        EngineError: they are not such scales.
+    """
+    if reply.get("pending") is True:
+        return None
+    rows: Any = reply.get("scales")
+    try:
+        scales = tuple((float(max(k)), float(max(v))) for k, v in rows)
+    except (TypeError, ValueError):
+        scales = ()
+    sound = len(scales) > 0 and all(0 < each < math.inf for pair in scales for each in pair)
+    check_fields(f"the reply of {whose}", reply, {"scales": sound})
+    return scales
+
+
+def attend_as_sampled(model: nn.Module, scales_B: Sequence[KVScales | None]) -> None:
+    """Have a model of ``fp8_forward`` attend under the scales that rows were sampled under, until
+    it gets others: checkpointed activations are computed again in backward. Another model, and rows
+    of unknown scales, change nothing.
+
+    Raises:
+        ValueError: rows differ in them, or they are of other layers than the model's.
+    """
+    codes = (vars(module).get("fp8_parameters", {}) for module in model.modules())
+    dtype = next((each.dtype for found in codes for each in found.values()), None)
+    kinds = {scales for scales in scales_B if scales is not None}
+    if dtype is None or not kinds:
+        return
+    if len(kinds) > 1:
+        raise ValueError(
+            f"the rows were sampled under {len(kinds)} sets of KV scales, as engines measure them; "
+            f"give kv_scales to update, so that all have the same, or pass rows of one engine"
+        )
+    fake_quantize_kv(model, kinds.pop(), dtype)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from sgl_fp8rl.protocol.values import whole
 from trainer_bridge.engines.engine_client import EngineError
+from trainer_bridge.kv.fp8_attention import KVScales
 from trainer_bridge.ranks.group import Local, most_of
 from trainer_bridge.rollouts.rows import Rows, indices_of
 
@@ -62,6 +63,10 @@ class Rollout:
     kv_clipped: float | None = None
     """The largest share of a layer's K or V that an engine's FP8 KV cache clipped under the scales
     it has now, asked for after the last reply; None where no cache is FP8."""
+    kv_scales: list[KVScales | None] | None = None
+    """Those scales, of each sequence's engine, for ``response_logprobs``; None where it could not
+    say, or its cache is not E4M3. Tokens before an update were stored under others, which only
+    matters where values are clipped, or scales are no powers of two."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from sgl_fp8rl.protocol.values import real, token_rows
+from trainer_bridge.kv.fp8_attention import attend_as_sampled
 from trainer_bridge.ranks.group import Local
 from trainer_bridge.rollouts.batch import Rollout
 from trainer_bridge.router_replay import replay_routing
@@ -40,6 +41,8 @@ def response_logprobs(
     logits of all sequences are in memory at once, so pass ``rollout[rows]`` of a large batch, for
     each ``rows`` of ``rollout.micro_batches``. With FSDP2 every rank calls this with its own
     sequences, of which there may be none.
+
+    A model of ``fp8_forward`` attends under ``rollout.kv_scales``, and keeps them.
 
     A model in training mode that drops out values, as the engine does not, is warned of once.
 
@@ -74,6 +77,8 @@ def response_logprobs(
             raise ValueError(
                 "response_logprobs: a rollout has its responses and temperature; pass it alone"
             )
+        if isinstance(model, nn.Module):
+            attend_as_sampled(model, prompts.kv_scales or [])
         count, temperature = len(prompts), prompts.temperature
         responses, prompts = prompts.tokens or [[]], prompts.prompt_tokens or [[]]
     prompts = token_rows("response_logprobs: prompts", prompts)

@@ -23,7 +23,7 @@ from trainer_bridge.rollouts.batch import Rollout
 from trainer_bridge.rollouts.replies import ContractError, Sample, lost, read_sample
 from trainer_bridge.rollouts.routed_experts import ExpertLayout
 from trainer_bridge.rollouts.sampling import read_sampling, seeded
-from trainer_bridge.rollouts.serving_engines import clipped_by, sample_on, serving_engines
+from trainer_bridge.rollouts.serving_engines import caches_of, sample_on, serving_engines
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,8 @@ def rollout(
             "rollout: %d of %d samples failed; sample %d: %s",
             *(len(errors), len(samples), index, error),
         )
+    clipped, scales = caches_of(serving)
+    groups = [number for number in range(len(prompts)) for _ in range(n)]
     return Rollout(
         prompt_tokens=[sample.prompt_tokens for sample in samples],
         tokens=[sample.tokens for sample in samples],
@@ -117,9 +119,10 @@ def rollout(
         else None,
         runs=[sample.runs for sample in samples],
         errors=errors,
-        groups=[number for number in range(len(prompts)) for _ in range(n)],
+        groups=groups,
         texts=_texts(samples),
-        kv_clipped=clipped_by(serving),
+        kv_clipped=clipped,
+        kv_scales=scales and [scales[number % len(serving)] for number in groups],  # as dealt
     )
 
 

@@ -16,6 +16,7 @@ from trainer_bridge.engines.engine_client import (
     check_fields,
     sentence_of,
 )
+from trainer_bridge.kv.fp8_attention import KVScales, scales_in
 from trainer_bridge.rollouts.replies import check_policies
 from trainer_bridge.rollouts.routed_experts import ExpertLayout
 from trainer_bridge.session.kept import EngineConnection
@@ -108,25 +109,39 @@ def _check_for_rollout(status: dict[str, Any], where: str) -> None:
     check_status(f"rollout: {where}", status, **more)
 
 
-def clipped_by(serving: Sequence[ServingEngine]) -> float | None:
+def caches_of(
+    serving: Sequence[ServingEngine],
+) -> tuple[float | None, list[KVScales | None] | None]:
     """The largest share of a layer's K or V that an engine's FP8 KV cache clipped so far under the
-    scales in force, with a warning where it spoils a layer; None where no cache is FP8."""
+    scales in force, with a warning where it spoils a layer, and these scales of each engine; None
+    where no cache is FP8."""
 
-    def asked(each: ServingEngine) -> float:
+    def asked(each: ServingEngine) -> tuple[float, KVScales | None]:
         status = each.client.control({"op": "status"}, CLIPPED_S)
         _check_for_rollout(status, each.name)
-        return float(status.get("kv_clipped") or 0.0)
+        scales = None
+        try:
+            scales = scales_in(each.name, each.client.control({"op": "kv"}, CLIPPED_S))
+        except EngineError as error:  # an update has begun
+            logger.info("the KV scales of a rollout are not known: %s", error)
+        return float(status.get("kv_clipped") or 0.0), scales
 
     scaled = [each for each in serving if each.status.get("kv_clipped") is not None]
-    found = call_all([(each.client, partial(asked, each)) for each in scaled])
-    shares = [share for share in found if isinstance(share, float)]
-    if (most := max(shares, default=0.0)) > KV_CLIPPED:
+    answers = call_all([(each.client, partial(asked, each)) for each in scaled])
+    found = {
+        engine.name: answer
+        for engine, answer in zip(scaled, answers, strict=True)
+        if not isinstance(answer, EngineError)
+    }
+    most = max((share for share, _ in found.values()), default=None)
+    if most is not None and most > KV_CLIPPED:
         logger.warning(
             "rollout: an FP8 KV cache clipped %.2g of a layer's K or V; have the scales measured "
             "again, or send larger ones",
             most,
         )
-    return most if shares else None
+    scales = [found[each.name][1] if each.name in found else None for each in serving]
+    return most, scales if scaled else None
 
 
 def sample_on(
