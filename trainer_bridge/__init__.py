@@ -36,6 +36,8 @@ from trainer_bridge.correction import (
     correct,
     group_advantages,
     policy_loss,
+    reduce_tokens,
+    reference_kl,
 )
 from trainer_bridge.correction import Correction as Correction
 from trainer_bridge.engines.engine_client import EngineError
@@ -86,6 +88,8 @@ __all__ = [
     "group_advantages",
     "mismatch_metrics",
     "policy_loss",
+    "reduce_tokens",
+    "reference_kl",
     "replay_routing",
     "response_logprobs",
     "rollout",

@@ -290,5 +290,5 @@ def test_a_rollout_brings_its_own_responses() -> None:
 )
 def test_another_reduction_is_refused(kind: dict[str, Any]) -> None:
     batch = drawn(LENGTHS)
-    with pytest.raises(ValueError, match="policy_loss: reduce is"):
+    with pytest.raises(ValueError, match=r"policy_loss: (reduce|ratio) is"):
         policy_loss(batch.logprobs_BT, torch.ones(6, 1), correct(batch, batch.logprobs_BT), **kind)

@@ -9,6 +9,7 @@ from trainer_bridge.correction.advantages import group_advantages
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig
 from trainer_bridge.correction.correction import Correction, correct, correct_logprobs
 from trainer_bridge.correction.loss import policy_loss
+from trainer_bridge.correction.terms import reduce_tokens, reference_kl
 
 __all__ = [
     "PRESETS",
@@ -18,4 +19,6 @@ __all__ = [
     "correct_logprobs",
     "group_advantages",
     "policy_loss",
+    "reduce_tokens",
+    "reference_kl",
 ]

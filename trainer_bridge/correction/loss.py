@@ -7,14 +7,15 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from sgl_fp8rl.protocol.values import whole
 from trainer_bridge.correction.correction import Correction
-from trainer_bridge.metrics.batch_inputs import (
-    MOST_LOGPROB,
-    NOT_LOGPROBS,
-    check_tensors,
-    fault_of,
+from trainer_bridge.correction.terms import (
+    check_reduction,
+    counted,
+    logprob_faults,
+    raise_where,
+    reduce_tokens,
 )
+from trainer_bridge.metrics.batch_inputs import check_tensors, fault_of
 from trainer_bridge.metrics.mismatch import bounded
 
 Reduce: TypeAlias = Literal["none", "tokens", "sequences", "constant"]
@@ -44,7 +45,8 @@ def policy_loss(
         advantages_BT: [B, T], or [B, 1] with one for each sequence; of any real dtype, same device.
             Positions outside the mask may hold anything.
         correction: the batch's; of a micro-batch, ``correction[rows]``.
-        clip: (low, high) of ppo_clip, not negative.
+        clip: (low, high) of ppo_clip, not negative; clip-higher of DAPO (arXiv:2503.14476) is
+            (0.2, 0.28).
         dual_clip: bound of ppo_clip's loss for negative advantages, at least 1.
         ratio: rho of each token, or the geometric mean of its sequence's (TRL's
             importance_sampling_level; GSPO: Zheng et al. 2025, arXiv:2507.18071, whose clip is
@@ -75,13 +77,14 @@ def policy_loss(
     if not advantages_BT.is_floating_point():  # uint8 has no negative
         advantages_BT = advantages_BT.to(wide)
     advantages_BT = advantages_BT.expand_as(mask_BT).masked_fill(~mask_BT, 0.0)
-    _check_values(logprobs_BT.detach(), advantages_BT)
+    fault = "an advantage is NaN or infinite; look at the rewards, and for a division by 0"
+    raise_where("policy_loss", {fault: ~advantages_BT.isfinite(), **logprob_faults(logprobs_BT)})
     if correction.loss_type == "reinforce":
         losses_BT = -advantages_BT * logprobs_BT
     else:
         log_ratio_BT = (logprobs_BT - correction.old_logprobs_BT) * mask_BT
         if ratio == "sequence":  # the value of the mean, the gradient of each token
-            mean_B1 = log_ratio_BT.detach().sum(1, keepdim=True) / _counted(mask_BT)
+            mean_B1 = log_ratio_BT.detach().sum(1, keepdim=True) / counted(mask_BT)
             log_ratio_BT = mean_B1 + logprobs_BT - logprobs_BT.detach()
         ratio_BT = bounded(log_ratio_BT).exp()
         low, high = clip
@@ -92,34 +95,17 @@ def policy_loss(
     losses_BT = losses_BT * correction.weights_BT.to(logprobs_BT.dtype)
     if reduce == "none":
         return losses_BT
-    if reduce == "sequences":
-        losses_BT = losses_BT / _counted(mask_BT)
-    parts = correction.tokens if reduce == "tokens" else correction.sequences * (max_tokens or 1)
-    return losses_BT.sum() * correction.ranks / max(parts, 1)
-
-
-def _counted(mask_BT: torch.Tensor) -> torch.Tensor:
-    """Tokens of each sequence, at least 1, int64 [B, 1]."""
-    return mask_BT.sum(1, keepdim=True).clamp(min=1)
+    return reduce_tokens(losses_BT, correction, reduce, max_tokens=max_tokens)
 
 
 def _check_kind(reduce: str, max_tokens: int | None, ratio: str, correction: Correction) -> None:
-    if reduce not in get_args(Reduce) or ratio not in ("token", "sequence"):
-        raise ValueError(
-            f"policy_loss: reduce is {reduce!r} and ratio {ratio!r}; pass one of "
-            f"{', '.join(get_args(Reduce))}, and token or sequence"
-        )
-    if (reduce == "constant") != (max_tokens is not None):
-        raise ValueError(
-            f"policy_loss: reduce is {reduce!r} and max_tokens {max_tokens!r}; pass max_tokens "
-            f'with "constant", and with it alone'
-        )
+    check_reduction("policy_loss", reduce, max_tokens, get_args(Reduce))
+    if ratio not in ("token", "sequence"):
+        raise ValueError(f"policy_loss: ratio is {ratio!r}; pass token or sequence")
     if ratio == "sequence" and correction.loss_type == "reinforce":
         raise ValueError(
             "policy_loss: ratio is 'sequence' and the loss reinforce, which has none; use ppo_clip"
         )
-    if max_tokens is not None:
-        whole("policy_loss: max_tokens", max_tokens, least=1)
 
 
 def _check_clips(clip: tuple[float, float], dual_clip: float) -> None:
@@ -154,17 +140,3 @@ def _check_shapes(
         )
     if fault:
         raise ValueError(f"policy_loss: {fault}")
-
-
-def _check_values(logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor) -> None:
-    faults = {
-        "an advantage is NaN or infinite; look at the rewards, and for a division by 0": (
-            ~advantages_BT.isfinite()
-        ),
-        "a logprob is NaN or infinite; look for NaN or Inf in the logits": ~logprobs_BT.isfinite(),
-        f"a logprob is {NOT_LOGPROBS}": logprobs_BT > MOST_LOGPROB,
-    }
-    found = torch.stack([fault_BT.any() for fault_BT in faults.values()]).tolist()  # one wait
-    for fault, is_there in zip(faults, found, strict=True):
-        if is_there:
-            raise ValueError(f"policy_loss: {fault}")
