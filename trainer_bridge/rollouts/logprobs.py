@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,41 @@ from torch.nn.utils.rnn import pad_sequence
 from sgl_fp8rl.protocol.values import real, token_rows
 from trainer_bridge.kv.fp8_attention import attend_as_sampled
 from trainer_bridge.ranks.group import Local
+from trainer_bridge.rollouts import head
 from trainer_bridge.rollouts.batch import Rollout
+from trainer_bridge.rollouts.chunks import Asked, Found
 from trainer_bridge.router_replay import replay_routing
 
 logger = logging.getLogger(__name__)
 _warned: set[str] = set()
+
+
+@overload
+def response_logprobs(
+    model: Any,
+    prompts: Rollout | Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]] | None = None,
+    temperature: float | None = None,
+    *,
+    entropy: Literal[False] = False,
+    micro_batch_tokens: int | None = None,
+    replay: bool = False,
+    group: dist.ProcessGroup | Local | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def response_logprobs(
+    model: Any,
+    prompts: Rollout | Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]] | None = None,
+    temperature: float | None = None,
+    *,
+    entropy: Literal[True],
+    micro_batch_tokens: int | None = None,
+    replay: bool = False,
+    group: dist.ProcessGroup | Local | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def response_logprobs(
@@ -31,16 +61,19 @@ def response_logprobs(
     responses: Sequence[Sequence[int]] | None = None,
     temperature: float | None = None,
     *,
+    entropy: bool = False,
     micro_batch_tokens: int | None = None,
     replay: bool = False,
     group: dist.ProcessGroup | Local | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``log_softmax(logits / temperature)`` of each response token, with gradient.
 
-    Runs one forward pass over all sequences, padded on the right, which a causal model ignores. The
-    logits of all sequences are in memory at once, so pass ``rollout[rows]`` of a large batch, for
-    each ``rows`` of ``rollout.micro_batches``. With FSDP2 every rank calls this with its own
-    sequences, of which there may be none.
+    Runs one forward pass over all sequences, padded on the right, which a causal model ignores; in
+    a job of several ranks one more at the first call for a model, without gradient. Logits are
+    computed in chunks of 256 MiB, in ``backward`` again; where ``rollouts/head.py`` cannot, all are
+    in memory at once. Pass ``rollout[rows]`` of a large batch, for each ``rows`` of
+    ``rollout.micro_batches``. With FSDP2 every rank calls this with its own sequences, of which
+    there may be none.
 
     A model of ``fp8_forward`` attends under ``rollout.kv_scales``, and keeps them.
 
@@ -53,6 +86,7 @@ def response_logprobs(
             without padding, are taken as well). One is empty only where its request failed.
         responses: of other data, B lists of token ids, possibly empty.
         temperature: that other data were sampled at, by default 1.
+        entropy: return the entropy of each token's distribution too, in nats.
         micro_batch_tokens: without gradient, compute ``rollout.micro_batches`` of so many tokens
             one after the other.
         replay: route each token to the experts that the engine chose, ``rollout.routed_experts``.
@@ -61,17 +95,32 @@ def response_logprobs(
         group: the ranks that do so together, of which each must call; as for ``correct``.
 
     Returns:
-        float32 [B, T] on the logits' device, 0 after the end of a response. Logits are converted to
-        float32 before the division.
+        float32 [B, T] on the logits' device, 0 after the end of a response; with ``entropy`` two of
+        these. Logits are converted to float32 before the division.
 
     Raises:
         ValueError: no sequence is given, the prompt of a response is empty, prompts and responses
             differ in number or hold what is no token id of the model, the temperature is not
             positive and finite, or the model returns no logits of all tokens.
+        RuntimeError: the model does something else with its logits than at the first call.
     """
-    count, replayed = None, _replayed(model, prompts) if replay else nullcontext()
     if micro_batch_tokens is not None:
-        return _by_micro_batches(model, prompts, micro_batch_tokens, replay, group)
+        found = _by_micro_batches(model, prompts, micro_batch_tokens, group, entropy, replay)
+    else:
+        found = _in_one_pass(model, prompts, responses, temperature, entropy, replay)
+    return (found[0], found[1]) if entropy else found[0]
+
+
+def _in_one_pass(
+    model: Any,
+    prompts: Any,
+    responses: Any,
+    temperature: float | None,
+    entropy: bool,
+    replay: bool,
+) -> list[torch.Tensor]:
+    """Logprobs, and entropies where they are asked for, [B, T]."""
+    count, replayed = None, _replayed(model, prompts) if replay else nullcontext()
     if isinstance(prompts, Rollout):
         if responses is not None or temperature is not None:
             raise ValueError(
@@ -107,30 +156,37 @@ def response_logprobs(
     lengths_B1 = torch.tensor([[len(response)] for response in responses])
     column_T = torch.arange(int(lengths_B1.max()))
     mask_BT = column_T < lengths_B1
+    index_N = mask_BT.flatten().nonzero()[:, 0]
     # The logits that predict response token t are one position before it.
     before_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts])
-    position_BT = torch.where(mask_BT, before_B1 + column_T, 0)
-    row_B1 = torch.arange(len(rows))[:, None]
-    targets_BT = torch.where(mask_BT, tokens_BL[row_B1, position_BT + mask_BT], 0)
+    first_B1 = torch.arange(len(rows))[:, None] * tokens_BL.shape[1]
+    at_N = (first_B1 + before_B1 + column_T).flatten()[index_N]
+    asked = Asked(at_N, tokens_BL.flatten()[at_N + 1], temperature, entropy)
     if isinstance(model, nn.Module):
         _check_model(model, tokens_BL)
         _warn_of_dropout(model)
     with replayed:
-        output = model(tokens_BL.to(_device_of(model)), use_cache=False)
+        output, found = head.forward(model, tokens_BL.to(_device_of(model)), asked)
+    if found is None:
+        found = _of_logits(output, tokens_BL, asked)
+    index_N = index_N.to(found[0].device)
+    rows_N = [x_N.new_zeros(mask_BT.numel()).index_copy(0, index_N, x_N) for x_N in found]
+    return [each.view_as(mask_BT)[:count] for each in rows_N]
+
+
+def _of_logits(output: Any, tokens_BL: torch.Tensor, asked: Asked) -> Found:
     logits_BLV = getattr(output, "logits", None)
     if not isinstance(logits_BLV, torch.Tensor) or logits_BLV.shape[:2] != tokens_BL.shape:
         raise ValueError(
             f"response_logprobs: the model returned a {type(output).__name__} that has no logits "
             f"of {tuple(tokens_BL.shape)} tokens; pass a causal LM, with return_dict True"
         )
-    _check_ids(targets_BT, logits_BLV.shape[2])
-    device = logits_BLV.device  # with CPU offload of FSDP2 the model's is another one
-    mask_BT, position_BT, row_B1, targets_BT = (
-        each.to(device) for each in (mask_BT, position_BT, row_B1, targets_BT)
-    )
-    logprobs_BTV = (logits_BLV[row_B1, position_BT].float() / temperature).log_softmax(-1)
-    logprobs_BT: torch.Tensor = logprobs_BTV.gather(2, targets_BT[..., None])[..., 0]
-    return logprobs_BT.masked_fill(~mask_BT, 0.0)[:count]
+    _check_ids(asked.targets_N, logits_BLV.shape[2])
+    asked = asked.on(logits_BLV.device)  # with CPU offload of FSDP2 the model's is another one
+    logits_NV = logits_BLV.flatten(0, 1)[asked.index_N].float()
+    logprobs_NV = (logits_NV / asked.temperature).log_softmax(-1)
+    found = [logprobs_NV.gather(1, asked.targets_N[:, None])[:, 0]]
+    return [*found, -(logprobs_NV.exp() * logprobs_NV).sum(-1)] if asked.entropy else found
 
 
 def _replayed(model: Any, rollout: Any) -> AbstractContextManager[Any]:
@@ -150,20 +206,25 @@ def _replayed(model: Any, rollout: Any) -> AbstractContextManager[Any]:
 
 
 def _by_micro_batches(
-    model: Any, rollout: Any, tokens: int, replay: bool, group: dist.ProcessGroup | Local | None
-) -> torch.Tensor:
+    model: Any,
+    rollout: Any,
+    tokens: int,
+    group: dist.ProcessGroup | Local | None,
+    entropy: bool,
+    replay: bool,
+) -> list[torch.Tensor]:
     if not isinstance(rollout, Rollout) or torch.is_grad_enabled():
         raise ValueError(
             "response_logprobs: micro_batch_tokens is for a rollout under torch.no_grad(); with a "
             "gradient, call it for each of rollout.micro_batches, and backward"
         )
-    found = None
+    found: list[torch.Tensor] = []
     for rows in rollout.micro_batches(tokens, group=group):
-        logprobs_RT = response_logprobs(model, rollout[rows], replay=replay)
-        if found is None:
-            found = logprobs_RT.new_zeros(rollout.mask_BT.shape)
-        found[rows, : logprobs_RT.shape[1]] = logprobs_RT
-    if found is None:
+        parts = _in_one_pass(model, rollout[rows], None, None, entropy, replay)
+        found = found or [part_RT.new_zeros(rollout.mask_BT.shape) for part_RT in parts]
+        for found_BT, part_RT in zip(found, parts, strict=True):
+            found_BT[rows, : part_RT.shape[1]] = part_RT
+    if not found:
         raise ValueError("response_logprobs: the rollout is empty; pass at least one sequence")
     return found
 
