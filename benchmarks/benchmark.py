@@ -23,6 +23,7 @@ BENCHMARKS = {
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",
     "fp8_mismatch": "benchmarks.fp8_mismatch:BENCHMARK",
+    "response_logprobs": "benchmarks.response_logprobs:BENCHMARK",
 }
 """Module and attribute of each benchmark; the name is also that of its result file."""
 
