@@ -76,6 +76,15 @@ def test_quickstart(demo: tuple[Path, str]) -> None:
 
 
 @pytest.mark.full
+def test_the_loop_of_readme_learns_what_the_demo_does(tmp_path: Path) -> None:
+    """Measured: 0.48 and 0.47 before, 0.91 and 0.90 after; the demo 0.45 and 0.91."""
+    run("-m", "examples.grpo", "--steps", "1", "--out", str(tmp_path))
+    out = run("-m", "tests.examples.readme_loop", str(tmp_path / "checkpoint"))
+    before, after = (float(line.split()[1]) for line in out.splitlines() if "evaluation" in line)
+    assert before < 0.6 and after > 0.8, out
+
+
+@pytest.mark.full
 def test_a_stock_script_with_an_engine_attached(tmp_path: Path) -> None:
     """Whose engine runs in the trainer's process."""
     checkpoint, steps = tiny_model.save(tmp_path / "policy"), 3
