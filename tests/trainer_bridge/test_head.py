@@ -326,6 +326,22 @@ def test_an_error_in_the_model_leaves_its_head() -> None:
         handle = model.model.norm.register_forward_hook(lambda *_: 1 / 0)
 
 
+def test_memory_that_is_short_once_tells_nothing_of_a_model() -> None:
+    """Also behind the head, where an error may be of a model that reads its logits."""
+    errors = [torch.OutOfMemoryError("short")]
+
+    def change(logits: torch.Tensor) -> torch.Tensor:
+        if errors:
+            raise errors.pop()
+        return logits
+
+    model = Around(model_of(), change)
+    with pytest.raises(torch.OutOfMemoryError):
+        scores(model)
+    check_as_whole(model)
+    assert in_chunks(model)
+
+
 def test_adapters() -> None:
     peft = pytest.importorskip("peft")
     for target, is_plain in (("q_proj", True), ("lm_head", False)):

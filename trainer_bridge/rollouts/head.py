@@ -67,8 +67,9 @@ class _Pass:
         vars(self.head)["forward"] = self._forward
         try:
             return model(self.tokens_BL, use_cache=False)
-        except _OF_A_READER:
-            if not is_first or self.numbers is None:
+        except _OF_A_READER as error:
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)  # tells nothing of logits
+            if not is_first or self.numbers is None or out_of_memory:
                 raise
             return None
         finally:
