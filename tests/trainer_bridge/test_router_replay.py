@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import fully_shard
 
 from tests.trainer_bridge.moe_models import (
@@ -369,6 +373,19 @@ def test_what_cannot_be_replayed_in_logprobs_is_refused() -> None:
     with block_of(model, rollout):
         response_logprobs(model, rollout).sum().backward()
     assert torch.equal(model.model.layers[0].mlp.gate.weight.grad, wanted)
+
+
+@pytest.mark.parametrize("impl", CheckpointImpl)
+def test_replay_in_logprobs_refuses_a_checkpoint_around_a_layer(impl: CheckpointImpl) -> None:
+    """The gradient of a reentrant one would be of other experts, without an error."""
+    model, rollout = tiny().train(), sampled(7, 4)
+    wanted_BT = response_logprobs(model, rollout, replay=True)
+    layers = model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0], checkpoint_impl=impl)
+    with pytest.raises(ValueError, match="inside of replay_routing"):
+        response_logprobs(model, rollout, replay=True)
+    with torch.no_grad():
+        assert torch.equal(response_logprobs(model, rollout, replay=True), wanted_BT)
 
 
 def test_the_hooks_are_gone_after_an_error() -> None:

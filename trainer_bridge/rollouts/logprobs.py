@@ -195,7 +195,12 @@ def _replayed(model: Any, rollout: Any) -> AbstractContextManager[Any]:
             "response_logprobs: replay is for a rollout that was sampled with routed_experts=True"
         )
     modules = model.modules() if torch.is_grad_enabled() else ()
-    if any(each.training and getattr(each, "gradient_checkpointing", False) for each in modules):
+    # of transformers, and of torch's CheckpointWrapper
+    if any(
+        (each.training and getattr(each, "gradient_checkpointing", False))
+        or hasattr(each, "checkpoint_impl")
+        for each in modules
+    ):
         raise ValueError(
             "response_logprobs: backward recomputes checkpointed activations, and would route them "
             "without replay; run both inside of replay_routing(model, rollout.routed_experts, "
