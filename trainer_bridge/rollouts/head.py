@@ -83,7 +83,9 @@ class _Pass:
         if torch.cuda.is_initialized():
             devices.add(torch.cuda.current_device())
         with torch.random.fork_rng(sorted(devices)):
-            return self.run(model, is_first=True)
+            output = self.run(model, is_first=True)
+        torch.clear_autocast_cache()  # of casts without a gradient, which the next pass would take
+        return output
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         # tensor parallelism and quantized weights have other types, and products of their own
