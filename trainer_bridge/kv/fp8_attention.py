@@ -155,6 +155,7 @@ def attend_as_sampled(model: nn.Module, scales_B: Sequence[KVScales | None]) -> 
     if len(kinds) > 1:
         raise ValueError(
             f"the rows were sampled under {len(kinds)} sets of KV scales, as engines measure them; "
-            f"give kv_scales to update, so that all have the same, or pass rows of one engine"
+            f"give kv_scales to update, so that all have the same, or pass "
+            f"dataclasses.replace(rollout, kv_scales=None), and the model keeps its own"
         )
     fake_quantize_kv(model, kinds.pop(), dtype)
