@@ -128,17 +128,17 @@ template <int W, int LANES> constexpr __device__ __forceinline__ int dim_of(int 
 }
 // V's lanes are permuted in a stage, so that neither copies nor reads meet in a bank.
 __device__ __forceinline__ int v_slot(int g, int t) { return t * 8 + (g ^ (2 * t)); }
-// INT8's K is read as matrices of 8 rows of 16 bytes, each of another piece of its row, so that all banks have one.
-constexpr int TURNS = KW % 8 == 0 ? 8 : KW % 4 == 0 ? 4 : 2;
-__device__ __forceinline__ int turn_of(int row) { return row / (8 / TURNS) % TURNS; }
-// Four of them, whose rows begin where the lanes say: a lane gets a word of each.
+// INT8's K is read as matrices of 8 rows of 16 bytes. A row's pieces are swizzled, so that a matrix is in all banks.
+constexpr int SWIZZLES = KW % 8 == 0 ? 8 : KW % 4 == 0 ? 4 : 2;
+__device__ __forceinline__ int swizzle_of(int row) { return row / (8 / SWIZZLES) % SWIZZLES; }
+// Four matrices, whose rows begin at the lanes' addresses: a lane gets a word of each.
 __device__ __forceinline__ void read_matrices(u32 (&x)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
 // The place in a stage of the 16 bytes of a row of K, or V, that begin at `byte`. Those of a row are near each other: where
 // they were not, reading memory took a fifth more time.
 __device__ __forceinline__ int k_place(int row, int byte) {
-  if (INT8) return row * D + (byte / 16 ^ turn_of(row)) * 16;
+  if (INT8) return row * D + (byte / 16 ^ swizzle_of(row)) * 16;
   constexpr int PIECES_OF_4 = KW / 4 * 64, REST = KW % 4 * 4;
   const int g = row % 8, at = byte < PIECES_OF_4 ? byte / 64 * 512 + g * 64 + byte % 64 : PIECES_OF_4 * 8 + g * 4 * REST + byte - PIECES_OF_4;
   return row / 8 * KW * 128 + at;
@@ -289,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
     __syncwarp();
     if (lane == 0) arrive(&empty[b]);
   };
-  const int matrix_turn = lane / 16 ^ turn_of(lane % 16);
+  const int matrix_swizzle = lane / 16 ^ swizzle_of(lane % 16);
   int stage = 0, turn = 0, item = blockIdx.x;
   int4 found = work_of(blockIdx.x), ahead;
   if (PREFETCH_Q) read_q(blockIdx.x, found);
@@ -348,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(PARAMETERS) {
 #pragma unroll
           for (int w = 0; w < KW; w += 2) {
             u32 x[4];  // words w and w + 1 of tokens g and g + 8
-            read_matrices(x, matrix_row + r * 16 * D + (matrix_turn ^ w) * 16);
+            read_matrices(x, matrix_row + r * 16 * D + (matrix_swizzle ^ w) * 16);
 #pragma unroll
             for (int c = 0; c < COLUMN_TILES; c++) { multiply(high[c], x, qb[c][w][0], qb[c][w + 1][0]); multiply(low[c], x, qb[c][w][1], qb[c][w + 1][1]); }
           }

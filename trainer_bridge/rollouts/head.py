@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 ROUNDINGS = 4
 """Machine epsilons between what a model makes of a number and the same in FP32. Healthy: 2."""
-_OF_A_READER = AssertionError, LookupError, RuntimeError, TypeError, ValueError
+_LOGITS_ERRORS = AssertionError, LookupError, RuntimeError, TypeError, ValueError
 """Of a model that reads its logits, at numbers of another shape."""
 
 
@@ -67,7 +67,7 @@ class _Pass:
         vars(self.head)["forward"] = self._forward
         try:
             return model(self.tokens_BL, use_cache=False)
-        except _OF_A_READER as error:
+        except _LOGITS_ERRORS as error:
             out_of_memory = isinstance(error, torch.OutOfMemoryError)  # tells nothing of logits
             if not is_first or self.numbers is None or out_of_memory:
                 raise
