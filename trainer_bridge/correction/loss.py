@@ -13,7 +13,7 @@ from trainer_bridge.correction.terms import (
     counted,
     logprob_faults,
     raise_where,
-    reduce_tokens,
+    reduced,
 )
 from trainer_bridge.metrics.batch_inputs import check_tensors, fault_of
 from trainer_bridge.metrics.mismatch import bounded
@@ -95,7 +95,7 @@ def policy_loss(
     losses_BT = losses_BT * correction.weights_BT.to(logprobs_BT.dtype)
     if reduce == "none":
         return losses_BT
-    return reduce_tokens(losses_BT, correction, reduce, max_tokens=max_tokens)
+    return reduced(losses_BT, correction, reduce, max_tokens)
 
 
 def _check_kind(reduce: str, max_tokens: int | None, ratio: str, correction: Correction) -> None:

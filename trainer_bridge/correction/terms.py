@@ -53,9 +53,15 @@ def reduce_tokens(
     if fault := fault_of(remedy, values_BT=values_BT, mask_BT=mask_BT):
         raise ValueError(f"reduce_tokens: {fault}")
     wide = torch.promote_types(values_BT.dtype, torch.float32)
-    values_BT = values_BT.to(wide).masked_fill(~mask_BT, 0.0)
+    return reduced(values_BT.to(wide).masked_fill(~mask_BT, 0.0), correction, reduce, max_tokens)
+
+
+def reduced(
+    values_BT: torch.Tensor, correction: Correction, reduce: str, max_tokens: int | None
+) -> torch.Tensor:
+    """``reduce_tokens`` of values that are checked, and 0 outside the mask."""
     if reduce == "sequences":
-        values_BT = values_BT / counted(mask_BT)
+        values_BT = values_BT / counted(correction.mask_BT)
     parts = correction.tokens if reduce == "tokens" else correction.sequences * (max_tokens or 1)
     return values_BT.sum() * correction.ranks / max(parts, 1)
 

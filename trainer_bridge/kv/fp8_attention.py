@@ -147,10 +147,12 @@ def attend_as_sampled(model: nn.Module, scales_B: Sequence[KVScales | None]) -> 
     Raises:
         ValueError: rows differ in them, or they are of other layers than the model's.
     """
+    kinds = {scales for scales in scales_B if scales is not None}
+    if not kinds:
+        return
     codes = (vars(module).get("fp8_parameters", {}) for module in model.modules())
     dtype = next((each.dtype for found in codes for each in found.values()), None)
-    kinds = {scales for scales in scales_B if scales is not None}
-    if dtype is None or not kinds:
+    if dtype is None:
         return
     if len(kinds) > 1:
         raise ValueError(

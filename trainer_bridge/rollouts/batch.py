@@ -65,8 +65,8 @@ class Rollout:
     it has now, asked for after the last reply; None where no cache is FP8."""
     kv_scales: list[KVScales | None] | None = None
     """Those scales, of each sequence's engine, for ``response_logprobs``; None where it could not
-    say, or its cache is not E4M3. Tokens before an update were stored under others, which only
-    matters where values are clipped, or scales are no powers of two."""
+    say, or its cache is not E4M3. Tokens before an update were stored under others: that changes
+    values only where these clip, or where scales are not powers of two."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -121,8 +121,7 @@ class Rollout:
             ValueError: tokens is not positive.
         """
         tokens = whole("micro_batches: tokens", tokens, least=1)
-        lengths = map(add, map(len, self.prompt_tokens), map(len, self.tokens))
-        found = micro_batches_of(list(lengths), tokens)
+        found = micro_batches_of(self._lengths(), tokens)
         needed = most_of(len(found), group)
         while len(found) < needed:
             largest = max(found, key=len, default=[])
@@ -172,9 +171,12 @@ class Rollout:
     def sequence_mask_BL(self) -> torch.Tensor:
         """True where ``response_logprobs`` gives the model a token of prompt or response, bool
         [B, L]: for ``replay_routing``. Without sequences it is the row of padding [[False]]."""
-        lengths = map(add, map(len, self.prompt_tokens), map(len, self.tokens))
-        lengths_B1 = torch.tensor([[length] for length in lengths] or [[0]])
+        lengths_B1 = torch.tensor(self._lengths() or [0])[:, None]
         return torch.arange(max(int(lengths_B1.max()), 1)) < lengths_B1
+
+    def _lengths(self) -> list[int]:
+        """Tokens of each prompt with its response."""
+        return list(map(add, map(len, self.prompt_tokens), map(len, self.tokens)))
 
     @property
     def policy_versions(self) -> list[int]:

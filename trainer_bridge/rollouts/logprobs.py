@@ -112,12 +112,7 @@ def response_logprobs(
 
 
 def _in_one_pass(
-    model: Any,
-    prompts: Any,
-    responses: Any,
-    temperature: float | None,
-    entropy: bool,
-    replay: bool,
+    model: Any, prompts: Any, responses: Any, temperature: float | None, entropy: bool, replay: bool
 ) -> list[torch.Tensor]:
     """Logprobs, and entropies where they are asked for, [B, T]."""
     count, replayed = None, _replayed(model, prompts) if replay else nullcontext()
